@@ -91,13 +91,21 @@ class Batch:
                         "and an example with two or more along it (a size of 1 is taken as fixed)"
                     )
 
-    def larger(self, dynamic: Mapping[str, Mapping[int, str]]) -> Batch:
-        """Return the batch with one more entry along every dynamic dimension, a copy of the first."""
+    def resized(self, dynamic: Mapping[str, Mapping[int, str]], refused: Mapping[str, Mapping[int, str]]) -> Batch:
+        """Return the batch with another size along every dynamic dimension: the next smaller that is not refused.
+
+        Where none is left from 2 on, a dimension has one more entry, a copy of the first.
+        """
         made = []
         for name, tensor in zip(self.names, self.tensors, strict=True):
-            for axis in dynamic.get(name, {}):
-                tensor = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
-            made.append(tensor)
+            for axis, dim in dynamic.get(name, {}).items():
+                size = tensor.shape[axis]
+                other = next((s for s in range(size - 1, 1, -1) if s not in refused.get(dim, {})), size + 1)
+                if other < size:
+                    tensor = tensor.narrow(axis, 0, other)
+                else:
+                    tensor = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
+            made.append(tensor.contiguous())
         return replace(self, tensors=tuple(made))
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -95,7 +95,7 @@ class Budgeted:
         self._optimizers, self._model, self._written = users, model, written
         self._batch = replace(batch, tensors=())  # frees the example
         self._shapes = {name: tensor.shape for name, tensor in zip(batch.names, batch.tensors, strict=True)}
-        self._sessions = Sessions(written, written.sizes(batch), threads, self._device.type, prepared.limit)
+        self._sessions = Sessions(written, written.sizes(batch), threads, self._device.type, prepared)
         self._trained, self._settings = prepared.trained, prepared.settings
         self._facts = self._now(dict(model.named_parameters()))
         _start(users, dict(model.named_parameters()), prepared.started)

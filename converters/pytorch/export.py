@@ -25,6 +25,9 @@ from .refusals import check_modules
 from .step import Loss, StepParts
 from .trace import Trace, trace
 
+_NAMED = 5
+"""Sizes that a warning names."""
+
 
 def step_of(
     model: torch.nn.Module,
@@ -72,12 +75,12 @@ def traced(
 
 
 def compare(
-    made: ir.Model, step: StepParts, dynamic: Mapping[str, Mapping[int, str]], distances: bool
+    made: ir.Model, step: StepParts, graph: Trace, dynamic: Mapping[str, Mapping[int, str]], distances: bool
 ) -> checking.Check:
     """Compare a translated step with torch's, see `verify.step`, and at a second size where dimensions are open."""
     found = verify.step(made, step, distances)
     if dynamic:
-        verify.step(made, replace(step, batch=step.batch.larger(dynamic)), distances=False)
+        verify.step(made, replace(step, batch=step.batch.resized(dynamic, graph.other_sizes)), distances=False)
     return found
 
 
@@ -178,10 +181,16 @@ def export_training_step(
     parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
     graph, step = traced(step, opset, dynamic, feed=False)
     made = lower(graph, step.inputs, opset, dynamic, *parts)
-    found = compare(made, step, dynamic, distances=True) if check else None
+    found = compare(made, step, graph, dynamic, distances=True) if check else None
     proto = finished(made, step)
     if found is not None:
         checking.record(proto, found)
+    for dim, sizes in graph.other_sizes.items():
+        for reason in dict.fromkeys(sizes.values()):
+            which = [size for size, own in sizes.items() if own == reason]
+            more = ", ..." if len(which) > _NAMED else ""
+            sizes_named = ", ".join(map(str, which[:_NAMED])) + more
+            warnings.warn(f"the file is wrong where {dim} is {sizes_named}: for these, {reason}", stacklevel=2)
     if outside := graph.outside:
         first = next(iter(outside.values())).label
         others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""

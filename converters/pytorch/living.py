@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -66,7 +67,9 @@ class Living:
     def now() -> Living:
         """Return all tensors of Python; as long as the result exists, none is freed."""
         found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-        return Living({id(each): each for each in found}, {_address(each): each for each in found})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tensors of an earlier trace have no address
+            return Living({id(each): each for each in found}, {_address(each): each for each in found})
 
     def place(self, one: Outside) -> Place | None:
         """Return the place of a tensor, None if only this process has it or its memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from .unchanged import SettingPlace
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
 
+    from .open_sizes import OtherSizes
     from .step import Loss
 
 
@@ -125,6 +126,8 @@ class Prepared:
         Memory that training with PyTorch's own step takes; 0 if that was not measured.
     limit : int
         The budget in bytes; 0 without one.
+    other_sizes : OtherSizes
+        Sizes of open dimensions for which the step is another than this one, see `open_sizes`.
     """
 
     trained: tuple[str, ...]
@@ -137,3 +140,4 @@ class Prepared:
     outputs: tuple[str, ...] = ()
     torch_bytes: int = 0
     limit: int = 0
+    other_sizes: OtherSizes = field(default_factory=dict)

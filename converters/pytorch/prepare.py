@@ -36,6 +36,7 @@ from .outside import Outside
 from .own_step import Known, Measurement, agree
 from .preparation import Prepared, Request
 from .step import StepParts
+from .trace import Trace
 from .unchanged import SettingPlace
 
 OPSET = 20
@@ -76,7 +77,7 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
         report = _planned(request, exported)
     else:
         made = lower(graph, step.inputs, OPSET, request.dynamic, *parts)
-        check = partial(_compared, made, step, request)
+        check = partial(_compared, made, step, graph, request)
         if request.check and not apart:
             request.progress("compare with PyTorch", 0.0)
             check()
@@ -94,11 +95,12 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
         graph.outside, report=b"" if report is None else pickle.dumps(report),
         summary="" if report is None else shares.summary("PyTorch", exported.torch_bytes, report),
         outputs=request.outputs, torch_bytes=exported.torch_bytes, limit=0 if report is None else report.budget,
+        other_sizes=graph.other_sizes,
     )  # fmt: skip
 
 
-def _compared(made: ir.Model, step: StepParts, request: Request) -> None:
-    compare(made, step, request.dynamic, distances=False)  # they are for the metadata of a file
+def _compared(made: ir.Model, step: StepParts, graph: Trace, request: Request) -> None:
+    compare(made, step, graph, request.dynamic, distances=False)  # they are for the metadata of a file
 
 
 def _own_bytes(request: Request, measured: Measurement | Known | None, before: int = 0) -> int:

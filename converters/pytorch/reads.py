@@ -78,7 +78,7 @@ class Lift(TorchDispatchMode):
             with computed_now():
                 alias = tensor.detach()
             phase = (traceback.current_meta.get("custom") or {}).get("phase")
-            label = "" if fresh else f"{_called(tensor)} of shape {list(tensor.shape)}, read{here()}"
+            label = "" if fresh else f"{called(tensor)} of shape {list(tensor.shape)}, read{here()}"
             stand_in = FunctionalTensor.to_functional(alias)
             found = self.reads[id(tensor)] = Read(tensor, alias, stand_in, label, phase == "forward", fresh)
         return found
@@ -134,8 +134,8 @@ def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tens
     return made
 
 
-def _called(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor in the user's code: its path in a network, or its variable."""
+def called(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor in the code that runs: its path in a network, or its variable."""
     inner: torch.nn.Module | None = None
     path, owner, variable = "", "", ""
     for frame, _ in running():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,7 +102,9 @@ class Recipe:
         return made
 
     def scaled(self, loss: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the scaled loss, which is differentiated."""
+        """Return what is differentiated: the scaled loss, a micro-batch's share of it."""
+        if self.accumulate > 1:  # before hooks on gradients, which are not all linear
+            loss = loss / self.accumulate
         return loss * values[SCALE].to(loss.dtype) if self.scaling is not None else loss
 
     def unscaled(self, gradients: Tensors, values: Mapping[str, torch.Tensor]) -> Tensors:
@@ -123,7 +125,11 @@ class Recipe:
         return {name: gradient * factor.to(gradient.dtype) for name, gradient in gradients.items()}
 
     def updated(
-        self, values: Mapping[str, torch.Tensor], gradients: Tensors, update: Callable[[Tensors], Tensors]
+        self,
+        values: Mapping[str, torch.Tensor],
+        gradients: Tensors,
+        update: Callable[[Tensors], Sequence[Tensors]],
+        owned: Sequence[Collection[str]],
     ) -> Tensors:
         """Return new parameters and state by input name.
 
@@ -132,30 +138,33 @@ class Recipe:
         values
             Inputs of the step.
         gradients
-            Gradients of this micro-batch, by parameter.
+            This micro-batch's shares of the gradients, by parameter.
         update
-            Function from gradients by parameter to new parameters and optimizer state by input name.
+            Function from gradients by parameter to the new parameters and the state of each optimizer, by input name.
+        owned
+            Parameters of each optimizer: one that has a gradient which overflows does not update.
         """
         own: Tensors = {}  # changes in every step, even without an update of parameters
-        conditions: list[torch.Tensor] = []
+        due: torch.Tensor | None = None
         if self.accumulate > 1:
             gradients, due = self._accumulated(values, gradients, own)
-            conditions.append(due)
+        conditions = [due for _ in owned]
         if self.scaling is not None:
-            finite = torch.stack([g.isfinite().all() for g in gradients.values()]).all()
-            scale = self.scaling.after(finite, values[SCALE], values[GROWTH])
+            finite = [torch.stack([gradients[n].isfinite().all() for n in each]).all() for each in owned if each]
+            scale = self.scaling.after(torch.stack(finite).all(), values[SCALE], values[GROWTH])
             for name, value in zip((SCALE, GROWTH), scale, strict=True):
-                own[name] = torch.where(conditions[0], value, values[name]) if conditions else value
-            conditions.append(finite)
-        new = update(self.clipped(gradients))
-        if self.average is not None:
-            for name in gradients:
-                piece = names.state(name, AVERAGE)
-                new[piece] = values[piece].lerp(new[name], 1 - self.average)
-        if conditions:
-            updates = conditions[0] if len(conditions) == 1 else conditions[0] & conditions[1]
-            new = {name: torch.where(updates, value, values[name]) for name, value in new.items()}
-        return new | own
+                own[name] = value if due is None else torch.where(due, value, values[name])
+            rest = iter(finite)
+            conditions = [_both(due, next(rest)) if each else due for each in owned]
+        made: Tensors = {}
+        for new, each, condition in zip(update(self.clipped(gradients)), owned, conditions, strict=True):
+            if self.average is not None:
+                for name in each:
+                    piece = names.state(name, AVERAGE)
+                    new[piece] = values[piece].lerp(new[name], 1 - self.average)
+            for name, value in new.items():
+                made[name] = value if condition is None else torch.where(condition, value, values[name])
+        return made | own
 
     def _accumulated(
         self, values: Mapping[str, torch.Tensor], gradients: Tensors, own: Tensors
@@ -163,8 +172,12 @@ class Recipe:
         """Return the sums including this micro-batch's gradients, and whether they are complete."""
         count = values[COUNT] + 1
         due = count >= self.accumulate
-        sums = {n: values[names.state(n, SUM)] + g / self.accumulate for n, g in gradients.items()}
+        sums = {n: values[names.state(n, SUM)] + g for n, g in gradients.items()}
         for name, total in sums.items():
             own[names.state(name, SUM)] = torch.where(due, torch.zeros((), dtype=total.dtype), total)
         own[COUNT] = torch.where(due, torch.zeros_like(count), count)
         return sums, due
+
+
+def _both(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
+    return second if first is None else first & second

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,7 +30,9 @@ def outputs(step: StepParts, watched: Sequence[np.ndarray], tolerance: Mapping[s
 
     `watched` are the values of the exported step that `decisions.Replay` substitutes, and compares within `tolerance`.
     """
-    return _run(step, {name: value.clone() for name, value in step.inputs.items()}, watched, tolerance)
+    own = step.own  # a run copies them
+    values = {name: value if name in own else value.clone() for name, value in step.inputs.items()}
+    return _run(step, values, watched, tolerance)
 
 
 def exact(
@@ -122,15 +124,17 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def updated(
-    step: StepParts, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, np.ndarray]
+    step: StepParts, before: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Return torch's new parameters and state, by output name, for these gradients by parameter.
 
-    The gradients are those of the last of `Recipe.accumulate` micro-batches; those before it were zero.
+    The gradients are those of the last of `Recipe.accumulate` micro-batches; those before it were zero. `before` has
+    the trained parameters as the forward pass left them.
     """
-    recipe, copies = step.recipe, {n: p.detach().clone().requires_grad_() for n, p in parameters.items()}
-    given = {name: tensor(gradient) / recipe.accumulate for name, gradient in gradients.items()}
-    finite = recipe.scaling is None or all(bool(gradient.isfinite().all()) for gradient in given.values())
+    recipe, parameters = step.recipe, dict(step.model.named_parameters())
+    copies = {name: tensor(value).requires_grad_() for name, value in before.items()}
+    given = {name: tensor(gradient) for name, gradient in gradients.items()}
+    finite = {n: recipe.scaling is None or bool(gradient.isfinite().all()) for n, gradient in given.items()}
     for name, gradient in given.items():
         copies[name].grad = gradient
     trained = [copies[name] for name in gradients]
@@ -140,15 +144,16 @@ def updated(
         torch.nn.utils.clip_grad_norm_(trained, recipe.clip_norm)
     made: dict[str, np.ndarray] = {}
     for optimizer in step.optimizers:
-        made |= _stepped(step, optimizer, parameters, copies, gradients, finite)
-    made |= {names.new(name): array(copies[name]) for name in gradients}
+        own = updates.owned(optimizer, {name: parameters[name] for name in gradients})
+        made |= _stepped(step, optimizer, parameters, copies, own, all(finite[name] for name in own))
+    made |= {names.new(name): array(copy.detach()) for name, copy in copies.items()}
     for name in gradients:
         if recipe.average is not None:
-            before, after = parameters[name].detach(), copies[name].detach()
-            made[names.new(names.state(name, AVERAGE))] = array(before.lerp(after, 1 - recipe.average))
+            first, after = parameters[name].detach(), copies[name].detach()
+            made[names.new(names.state(name, AVERAGE))] = array(first.lerp(after, 1 - recipe.average))
         if recipe.accumulate > 1:
             made[names.new(names.state(name, SUM))] = np.zeros_like(gradients[name])
-    return made | _counters(recipe, finite)
+    return made | _counters(recipe, all(finite.values()))
 
 
 def _stepped(
@@ -156,10 +161,11 @@ def _stepped(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     copies: Mapping[str, torch.Tensor],
-    gradients: Mapping[str, np.ndarray],
+    own: Iterable[str],
     finite: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the state after the step of one optimizer, which changes the copies; unchanged if the step is skipped."""
+    """Return the state of its `own` parameters after the step of one optimizer, which changes the copies; unchanged if
+    the step is skipped."""
     known = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
     twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces})
     rates = {id(step.settings[name]): rate for name, rate in step.rates.items()}
@@ -169,7 +175,7 @@ def _stepped(
         with updates.WithoutBfloat16():
             updates.step(twin)
     made: dict[str, np.ndarray] = {}
-    for name in gradients:
+    for name in own:
         after: Mapping[str, Any] = twin.state.get(copies[name], {}) if finite else step.state.get(name, {})
         for slot, value in after.items():
             if isinstance(value, torch.Tensor | int | float):

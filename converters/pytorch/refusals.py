@@ -137,13 +137,13 @@ def where(error: BaseException, model: torch.nn.Module) -> str:
         if isinstance(owner, torch.nn.Module) and names.get(id(owner)):
             module = f" in module {names[id(owner)]!r}"
         if is_users(frame):
-            line = _line(frame.f_code.co_filename, number)
+            line = line_of(frame.f_code.co_filename, number)
     return module + line
 
 
 def here() -> str:
     """Return, in words, the line of the user's code that runs the current operator."""
-    return next((_line(frame.f_code.co_filename, number) for frame, number in running() if is_users(frame)), "")
+    return next((line_of(frame.f_code.co_filename, number) for frame, number in running() if is_users(frame)), "")
 
 
 def running() -> Iterator[tuple[FrameType, int]]:
@@ -159,7 +159,8 @@ def is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith((_TORCH, _OURS, "<"))
 
 
-def _line(file: str, number: int) -> str:
+def line_of(file: str, number: int) -> str:
+    """Return a line of code, in words."""
     return f" at {file}:{number} `{linecache.getline(file, number).strip()}`"
 
 

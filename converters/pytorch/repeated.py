@@ -4,12 +4,15 @@ The forward pass runs three times on tensors without data, with draws of Python'
 least number, the largest, and a third of it. Each run starts from the numbers that the run before left in the modules
 (counters). A decision by ``random() < p`` then falls on both sides. The check misses changes in later steps, and equal
 draws of the user's own generators.
+
+Two more runs leave all that they store. The last must not depend on tensors that an earlier one computed from its batch
+or its weights: a graph makes them again in every step.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -20,7 +23,7 @@ import torch
 from onnx_remat.errors import ConversionError
 
 from .private_torch import FakeTensor, TorchDispatchMode, compiling, computed_now, pytree, traceback
-from .reads import Seen
+from .reads import Seen, called
 from .refusals import here
 from .rules.composites import Composites
 
@@ -35,13 +38,23 @@ _DRAWS = (0, 0x12DD9BB3, 0x6D78EF1D)
 which the largest is rejected."""
 
 
-class _Listing(TorchDispatchMode):
-    """List the calls in order, and the tensors with data that they read."""
+class Listing(TorchDispatchMode):
+    """List the calls in order, and the tensors with data that they read; tell `origins` what depends on what.
 
-    def __init__(self) -> None:
+    Attributes
+    ----------
+    calls : list
+    seen : Seen
+    squeezed : list of int
+        Ranks of the tensors that lost all their dimensions of size one.
+    """
+
+    def __init__(self, origins: Origins) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.seen = Seen(set(), set())
+        self.squeezed: list[int] = []
+        self._origins = origins
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -59,7 +72,57 @@ class _Listing(TorchDispatchMode):
         self.calls.append((str(func), " ".join(map(_describe, leaves)), module, here()))
         if func._schema.is_mutable:  # spares the user's own tensors
             args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self._origins.computed(func, leaves, made)
+        if func is torch.ops.aten.squeeze.default:
+            self.squeezed.append(made.dim())
+        return made
+
+
+class Origins:
+    """For the memory of each tensor without data, the runs whose batch, weights or random draws it was computed from.
+
+    Attributes
+    ----------
+    run : int
+        Number of the current run.
+    carried : str
+        The first read of a tensor of an earlier run, in words.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._inputs = {_memory(tensor) for tensor in inputs}
+        self._of: dict[int, frozenset[int]] = {}
+        self._alive: list[torch.Tensor] = []  # so that no other tensor has the same memory
+        self.run = 0
+        self.carried = ""
+
+    def of(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Return the runs that a tensor depends on."""
+        if not isinstance(tensor, FakeTensor):
+            return frozenset()
+        place = _memory(tensor)
+        return frozenset({self.run}) if place in self._inputs else self._of.get(place, frozenset())
+
+    def computed(self, func: Any, leaves: Sequence[Any], made: Any) -> None:
+        """Add the results of an operator, and what it changed in place."""
+        read = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        runs = frozenset().union(*map(self.of, read))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            runs |= {self.run}
+        if not self.carried and min(runs, default=self.run) < self.run:
+            whose = next(tensor for tensor in read if min(self.of(tensor), default=self.run) < self.run)
+            self.carried = f"{called(whose)} of shape {list(whose.shape)}, read{here()}"
+        written = read if func._schema.is_mutable else []
+        for tensor in (*pytree.tree_leaves(made), *written):
+            if runs and isinstance(tensor, FakeTensor) and (place := _memory(tensor)) not in self._inputs:
+                self._of[place] = self._of.get(place, frozenset()) | runs
+                self._alive.append(tensor)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return the identity of the memory that a tensor without data stands for; views share it."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,35 +168,40 @@ def _drawing(word: int) -> Iterator[None]:
         np.random.set_state(numpys)  # noqa: NPY002
 
 
-def check(forward: Callable[[TorchDispatchMode], object], model: torch.nn.Module) -> Seen:
+def check(forward: Callable[[TorchDispatchMode, bool], Iterable[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Seen:
     """Run a forward pass several times on tensors without data, and compare the runs.
 
-    Return the tensors with data that the last run read.
+    Return the tensors with data that the last compared run read.
 
     Parameters
     ----------
     forward : callable
-        Function that runs the pass under a mode, and leaves the modules in the resulting state.
-    model : torch.nn.Module
-        The model; plain numbers in its modules are restored.
+        Function that runs the pass under a mode, and returns its results. Modules keep the numbers that it stores, and
+        all else only if its second argument is false.
+    inputs : sequence of torch.Tensor
+        What the step is given: its results depend on them.
 
     Raises
     ------
     ConversionError
-        The runs differ; the message names the module.
+        The runs differ, and the message names the module; or results depend on tensors of an earlier run.
     """
-    before = numbers(model)
     runs: list[list[_Call]] = []
-    try:
-        for word in _DRAWS:
-            listing = _Listing()
-            with _drawing(word), compiling(), Composites(listing):
-                forward(listing)
+    origins = Origins(inputs)
+    for number, word in enumerate((*_DRAWS, _DRAWS[-1], _DRAWS[-1])):
+        listing = Listing(origins)
+        origins.run = number
+        restored = number < len(_DRAWS)
+        with _drawing(word), compiling(), Composites(listing):
+            results = forward(listing, restored)
+        if any(min(origins.of(result), default=number) < number for result in results):
+            raise ConversionError(
+                f"{origins.carried}, is of the step before, and a graph keeps only what is in the model: make it a "
+                "buffer of the model (register_buffer), which the forward pass may assign or change in place"
+            )
+        if restored:
             runs.append(listing.calls)
             seen = listing.seen
-    finally:
-        for owner, own in before:
-            vars(owner).update(own)
     modules = [{call[2] for call in run} for run in runs]
 
     def shared(call: _Call) -> int:

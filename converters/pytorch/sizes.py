@@ -11,6 +11,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.session.session import Session
 
 from .batch import Batch
+from .preparation import Prepared
 
 OPEN = 4
 """Sessions of other sizes than the example's that stay open: each has ONNX Runtime's bookkeeping of its own."""
@@ -48,15 +49,14 @@ class Sessions:
         Size of each open dimension in the example, the largest that a batch may have.
     threads : int
     provider : str
-    limit : int
-        Memory that a session on a device may take, in bytes; 0 for no limit.
+    prepared : Prepared
+        For the memory that a session on a device may take, and the sizes that are refused.
     """
 
-    def __init__(
-        self, written: Written, most: dict[str, int], threads: int, provider: str = "cpu", limit: int = 0
-    ) -> None:
+    def __init__(self, written: Written, most: dict[str, int], threads: int, provider: str, prepared: Prepared) -> None:
         self._written, self._most, self._threads = written, most, threads
-        self._provider, self._limit = provider, 0 if provider == "cpu" else limit
+        self._provider, self._limit = provider, 0 if provider == "cpu" else prepared.limit
+        self._refused = prepared.other_sizes
         self._largest = self.current = self._opened(most, None)
         self._others: dict[tuple[int, ...], Session] = {}
 
@@ -66,11 +66,17 @@ class Sessions:
         Raises
         ------
         UsageError
-            A size is above the example's.
+            A size is above the example's, or one for which the model's code makes another step.
         """
         if large := [name for name, size in sizes.items() if size > self._most[name]]:
             name = large[0]
             raise UsageError(f"{name} is {sizes[name]}, above the example's {self._most[name]}: make a new step")
+        for name, size in sizes.items():
+            if reason := self._refused.get(name, {}).get(size):
+                raise UsageError(
+                    f"{name} is {size}, for which the model's step is another than for the example's "
+                    f"{self._most[name]} ({reason}): leave such batches out (drop_last=True), or make a new step"
+                )
         if sizes == self._most:
             self.current = self._largest
             return self.current

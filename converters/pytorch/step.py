@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,31 +74,42 @@ class StepParts:
         return own | self.outside | batch
 
     @property
+    def own(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the module by name: parameters, trained or not, and buffers."""
+        return self.trainable | self.frozen | self.buffers
+
+    @property
     def rates(self) -> dict[str, torch.Tensor]:
         """Return the settings in the dtype of the step."""
         kind = optimizer_facts.settings_type(self.trainable)
         return {name: value.detach().to(kind).reshape(()) for name, value in self.settings.items()}
 
     def run(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> dict[str, torch.Tensor]:
-        """Return loss, gradients, buffers and `wanted` parts by output name, in order; `values` stay unchanged.
+        """Return loss, gradients, the module's tensors and `wanted` parts by output name, in order.
 
-        `watch` sees every operator of the forward pass.
+        The module's tensors are those after the forward pass, which may change them in place: buffers, and parameters
+        (an average of other weights, rows with a largest norm). Its tensors in `values` stay unchanged. `watch` sees
+        every operator of the forward pass.
 
         Raises
         ------
         ConversionError
-            The loss is not a scalar, or depends on no trainable parameter.
+            The loss is not a scalar, or depends on no trainable parameter; the model replaces a parameter.
         """
         # after a failed export torch keeps the labels of its last node: reset them
         with traceback.annotate({"phase": "forward", "module": ""}):
-            trainable = {name: values[name].detach().requires_grad_() for name in self.trainable}
+            trainable = {name: values[name].detach().clone().requires_grad_() for name in self.trainable}
             for name, parameter in self.trainable.items():
                 for hook in gradient_hooks(parameter):
                     trainable[name].register_hook(hook)
-            frozen = {name: values[name] for name in self.frozen}
-            buffers = {name: values[name].clone() for name in self.buffers}
-            state = trainable | frozen | buffers
+            state = trainable | {name: values[name].clone() for name in self.own if name not in trainable}
             loss, wanted = self._loss(state, values, watch)
+            for name, parameter in trainable.items():
+                if state[name] is not parameter:
+                    raise ConversionError(
+                        f"the model replaces parameter {name} in its forward pass: change it in place, under "
+                        "torch.no_grad(), with copy_()"
+                    )
         # in a trace, backward nodes need a reference to their forward node
         if loss.grad_fn is not None and traceback.has_preserved_node_meta():
             setup_stacktrace_preservation_hooks([loss.grad_fn])
@@ -110,8 +122,8 @@ class StepParts:
                 found = self.recipe.clipped(found)
         outputs = {names.LOSS: loss.detach()}
         outputs |= {names.gradient(name): gradient for name, gradient in found.items()}
-        for name in buffers:  # functional_call writes buffers that the model reassigned back into `state`
-            outputs[names.new(name)] = state[name].detach()
+        for name, tensor in state.items():  # functional_call writes what the model reassigned back into `state`
+            outputs[names.new(name)] = tensor.detach()
         return outputs | {names.output(name): part.detach() for name, part in wanted.items()}
 
     def update(
@@ -120,43 +132,52 @@ class StepParts:
         """Return new parameters and state by output name: the optimizers' own steps on the gradients in `outputs`."""
         given = {name: outputs[names.gradient(name)] for name in self.trainable if names.gradient(name) in outputs}
 
-        def update(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            parameters = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
+
+        def update(gradients: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
             state = {n: {slot: values[names.state(n, slot)] for slot in slots} for n, slots in self.state.items()}
             settings = {id(value): values[name] for name, value in self.settings.items()}
-            made: dict[str, torch.Tensor] = {}
+            made = []
             for optimizer in self.optimizers:
                 new, after = updates.updated(optimizer, parameters, values, gradients, state, settings)
-                made |= new
-                made |= {names.state(n, slot): value for n, slots in after.items() for slot, value in slots.items()}
+                new |= {names.state(n, slot): value for n, slots in after.items() for slot, value in slots.items()}
+                made.append(new)
             return made
 
+        owned = [list(updates.owned(optimizer, {n: parameters[n] for n in given})) for optimizer in self.optimizers]
         with traceback.annotate({"phase": "optimizer", "module": ""}):
-            new = self.recipe.updated(values, given, update)
+            new = self.recipe.updated(values, given, update, owned)
         return {names.new(name): value for name, value in new.items()}
 
-    def forward(self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode) -> None:
-        """Run the forward pass alone; plain numbers that it stores in modules stay."""
-        known = {*self.trainable, *self.frozen, *self.buffers}
-        state = {name: value.clone() if name in self.buffers else value for name, value in values.items()}
+    def forward(
+        self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode, restored: bool
+    ) -> list[torch.Tensor]:
+        """Run the forward pass alone, and return loss, the module's tensors and `wanted` parts.
+
+        Plain numbers that it stores in modules stay, and other attributes that it sets, unless they are `restored`.
+        """
+        state = {name: values[name].clone() for name in self.own}
         with traceback.annotate({"phase": "forward", "module": ""}), torch.enable_grad():
-            self._loss({name: value for name, value in state.items() if name in known}, values, watch, counting=True)
+            around = as_it_was(self.model, counting=True) if restored else nullcontext()
+            loss, wanted = self._loss(state, values, watch, around)
+        return [loss, *state.values(), *wanted.values()]
 
     def _loss(
         self,
         state: dict[str, torch.Tensor],
         values: Mapping[str, torch.Tensor],
         watch: TorchDispatchMode,
-        counting: bool = False,
+        around: AbstractContextManager[None] | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss and the `wanted` parts.
 
-        `state` has parameters and buffers by name, and afterwards the buffers of the forward pass.
+        `state` has parameters and buffers by name, and afterwards those of the forward pass, which runs in the context
+        `around`; by default modules are as they were after it.
         """
         positional, keyword = self.batch.arguments([values[name] for name in self.batch.names])
         whole = _Whole(self.model, self.loss)
         within = {_INSIDE + name: value for name, value in state.items()}
-        with as_it_was(self.model, counting), watch, _paths(self.model):
+        with around or as_it_was(self.model), watch, _paths(self.model):
             loss, output = torch.func.functional_call(whole, within, (positional, keyword))
         state.update({name: within[_INSIDE + name] for name in state})
         return _scalar(loss, self.loss is None), parts_of(output, self.wanted)
@@ -179,29 +200,34 @@ class _Whole(torch.nn.Module):
         return loss_of(self.model, loss, positional, keyword)
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+_ORDERED = (list, deque)
+
+
+def _holds(value: Any) -> bool:
+    """Return whether an attribute is a container that a run may fill: the module's parameters, a cache."""
+    return isinstance(value, (dict, set, *_ORDERED))
 
 
 @contextmanager
 def as_it_was(model: torch.nn.Module, counting: bool = False) -> Iterator[None]:
     """Restore attributes that modules set in a run (caches, outputs), because their tensors have no data.
 
-    Counters are restored too, unless `counting`.
+    Lists and dicts in attributes have the same entries again. Counters are restored too, unless `counting`.
     """
     before = [
-        (module, dict(vars(module)), {name: dict(vars(module)[name]) for name in _REGISTERED})
+        (module, dict(vars(module)), [(value, value.copy()) for value in vars(module).values() if _holds(value)])
         for module in model.modules()
     ]
     try:
         yield
     finally:
         counted = repeated.numbers(model) if counting else []
-        for module, attributes, registered in before:
+        for module, attributes, containers in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for name, tensors in registered.items():
-                vars(module)[name].clear()
-                vars(module)[name].update(tensors)
+            for container, entries in containers:
+                container.clear()
+                (container.extend if isinstance(container, _ORDERED) else container.update)(entries)
         for module, own in counted:
             vars(module).update(own)
 

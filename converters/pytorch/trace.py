@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from onnx_remat.errors import ConversionError
 
 from .. import names
-from . import repeated
+from . import open_sizes, repeated
 from .batch import Batch
 from .decisions import Recorder
 from .outside import Outside
@@ -35,7 +36,7 @@ from .program import capture, make_inputs
 from .reads import Lift, Seen, outside
 from .refusals import complex_input, complex_numbers, one_size, refusal
 from .rules.composites import Composites
-from .step import StepParts
+from .step import StepParts, as_it_was
 
 
 def _share_paths(graph: torch.fx.Graph) -> None:
@@ -67,6 +68,8 @@ class Trace:
         For each operator, the line of the user's code that first ran it.
     outside : mapping of str to Outside
         Tensors outside the step, by input name; they are constants unless `trace` was called with `feed`.
+    other_sizes : OtherSizes
+        Sizes of dynamic dimensions for which the step is another, see `open_sizes`.
     """
 
     graph: torch.fx.GraphModule
@@ -74,6 +77,7 @@ class Trace:
     watched: int
     lines: Mapping[str, str]
     outside: Mapping[str, Outside]
+    other_sizes: open_sizes.OtherSizes
 
 
 def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed: bool = False) -> Trace:
@@ -98,15 +102,17 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
         with Composites(recorder):
             given = dict(zip(inputs, values, strict=True))
             made = step.run(given, recorder)
-            _check_buffers({name: (given[name], made[names.new(name)]) for name in step.buffers})
+            _check_forms({name: (given[name], made[names.new(name)]) for name in step.own})
             if step.optimizers:
-                new = step.update(given, made)
+                changed = {name: made.pop(names.new(name)) for name in step.trainable}
+                new = step.update(given | changed, made)
+                new |= {after: v for n, v in changed.items() if (after := names.new(n)) not in new}
                 made = {names.LOSS: made.pop(names.LOSS)} | new | made
         outputs[:] = made
         lines.update(recorder.lines)
         return [*made.values(), *recorder.seen]
 
-    _, fakes = _fakes(inputs, dynamic)
+    mode, fakes = _fakes(inputs, dynamic)
     lift = Lift()
     try:
         with traceback.preserve_node_meta(), eager_kernels():
@@ -116,7 +122,12 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
         raise
     except Exception as error:
         raise refusal(error, step.model) from error
-    _check_open(dict(zip(inputs, fakes, strict=True)), step.batch, dynamic)
+    named_fakes = dict(zip(inputs, fakes, strict=True))
+    _check_open(named_fakes, step.batch, dynamic)
+    sizes = {dim: inputs[name].shape[axis] for name, axes in dynamic.items() for axis, dim in axes.items()}
+    others = open_sizes.decided(mode.shape_env, named_fakes, sizes, dynamic) if dynamic else {}
+    for dim, reasons in open_sizes.of_one(sizes, lambda dim: _squeezed(step, inputs, dynamic, dim)).items():
+        others.setdefault(dim, {}).update(reasons)
     _share_paths(graph.graph)
     for node in graph.graph.nodes:  # inputs are already checked
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
@@ -128,7 +139,7 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
     if feed:
         place = len(inputs) - len(step.batch.names)
         make_inputs(graph, {name: one.alias for name, one in named.items()}, place)
-    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named)
+    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named, others)
 
 
 def _fakes(
@@ -146,9 +157,10 @@ def _fakes(
     return mode, made
 
 
-def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raise ConversionError if a buffer has another shape or dtype after a step, by pairs of before and after."""
-    for name, (before, after) in buffers.items():
+def _check_forms(tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raise ConversionError if a tensor of the module has another shape or dtype after a step, by pairs of before and
+    after."""
+    for name, (before, after) in tensors.items():
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             shapes = " to ".join(f"{each.dtype} of shape {list(each.shape)}" for each in (before, after))
             raise ConversionError(
@@ -160,13 +172,34 @@ def _check_buffers(buffers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> 
 def _check_repeated(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> Seen:
     """Return the tensors with data that another run reads; raise ConversionError if Python decides differently in
     it."""
+    mode, given = _differentiable(step, inputs)
+    with traceback.preserve_node_meta(), eager_kernels(), mode, as_it_was(step.model):
+        return repeated.check(partial(step.forward, given), list(given.values()))
+
+
+def _differentiable(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a mode, and tensors without data of fixed sizes, of which the trained ones require a gradient."""
     mode, fakes = _fakes(inputs, {})
-    given = {
+    return mode, {
         name: fake.requires_grad_() if name in step.trainable else fake
         for name, fake in zip(inputs, fakes, strict=True)
     }
-    with traceback.preserve_node_meta(), eager_kernels(), mode:
-        return repeated.check(lambda watch: step.forward(given, watch), step.model)
+
+
+def _squeezed(
+    step: StepParts, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], dim: str | None
+) -> list[int]:
+    """Run the forward pass without data, with a size of one for a dynamic dimension; return the ranks of what is
+    squeezed."""
+    given = dict(inputs)
+    for name, axes in dynamic.items():
+        for axis in (axis for axis, own in axes.items() if own == dim):
+            given[name] = given[name].narrow(axis, 0, 1)
+    mode, fakes = _differentiable(step, given)
+    listing = repeated.Listing(repeated.Origins([]))
+    with eager_kernels(), mode, as_it_was(step.model):
+        step.forward(fakes, listing, restored=True)
+    return listing.squeezed
 
 
 def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:

@@ -147,6 +147,14 @@ class BudgetedTrainer(Trainer):
     def _made(self, model: torch.nn.Module, batch: dict[str, Any]) -> Budgeted:
         self._check()
         micro = self.args.gradient_accumulation_steps
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        known = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            if self.args.max_grad_norm and parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"max_grad_norm is of all gradients, and the optimizer does not have {name}: freeze it, "
+                    "requires_grad_(False), or give it to the optimizer"
+                )
         return budgeted(
             _Loss(self, model, micro if self._sums(batch) else 1), None, self.optimizer, batch,
             clip_norm=self.args.max_grad_norm or None, accumulate=micro, **self._given,

@@ -45,7 +45,8 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
     Raises
     ------
     ConversionError
-        The result is not the same: the first step differs from all others.
+        The result is not the same: the first step differs from all others; or a piece of state is neither a tensor nor
+        a number.
     """
     kind = type(optimizer).__qualname__
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
@@ -54,9 +55,9 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
             f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
             "cannot; take another optimizer, or export without one and update the parameters yourself"
         )
-    owned = {name: parameter.detach() for name, parameter in _of(optimizer, parameters).items()}
-    known = {name: optimizer.state.get(parameters[name]) or {} for name in owned}
-    new = {name: value for name, value in owned.items() if not known[name]}
+    own = {name: parameter.detach() for name, parameter in owned(optimizer, parameters).items()}
+    known = {name: optimizer.state.get(parameters[name]) or {} for name in own}
+    new = {name: value for name, value in own.items() if not known[name]}
     try:
         from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
     except (RuntimeError, TypeError) as error:  # SparseAdam wants sparse gradients
@@ -66,10 +67,12 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
         ) from error
     made: State = {}
     from_gradient = False
-    for name in owned:
+    for name in own:
         made[name] = {}
         for slot, value in (known[name] or from_zeros[name]).items():
-            if isinstance(value, torch.Tensor | int | float):
+            if not isinstance(value, torch.Tensor | int | float):
+                _check_constant(optimizer, name, slot, value, known=name not in new)
+            else:
                 made[name][slot] = _tensor(value)
                 if name in new and not torch.equal(made[name][slot], _tensor(from_ones[name][slot])):
                     made[name][slot] = torch.zeros_like(made[name][slot])
@@ -77,6 +80,18 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
     if from_gradient:
         _check_zeros(optimizer, parameters, new, made)
     return made
+
+
+def _check_constant(optimizer: torch.optim.Optimizer, name: str, slot: str, value: Any, known: bool) -> None:
+    """Raise ConversionError for a piece of state that later steps may set: a container, or None before any step."""
+    which = f"state {slot!r} of {name} in optimizer {type(optimizer).__qualname__}"
+    if value is None and not known:
+        raise ConversionError(f"{which} is None before the first step: take one step in torch, then export")
+    if value is not None and not isinstance(value, str):
+        raise ConversionError(
+            f"{which} is a {type(value).__name__}, and a graph's state is tensors: keep each in a piece of its own, or "
+            "export without an optimizer and update the parameters yourself"
+        )
 
 
 def _first(
@@ -152,7 +167,8 @@ def _tensor(value: torch.Tensor | float) -> torch.Tensor:
     return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
-def _of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def owned(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those of these parameters that an optimizer updates."""
     inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {name: parameter for name, parameter in parameters.items() if id(parameter) in inside}
 
@@ -211,11 +227,13 @@ def updated(
     ConversionError
         The step reads values.
     """
-    owned = _of(optimizer, parameters)
-    copies = {name: values[name].detach().clone() for name in gradients if name in owned}
+    known = owned(optimizer, parameters)
+    copies = {name: values[name].detach().clone() for name in gradients if name in known}
     pieces = {name: {slot: _exact(value) for slot, value in state.get(name, {}).items()} for name in copies}
     capturable = {_CAPTURABLE: not isinstance(optimizer, _DIVIDE_BY_RATE)}
-    other = twin(optimizer, parameters, copies, pieces, {**_SETTINGS, **capturable})
+    constants = {name: _constants(optimizer.state.get(parameters[name], {})) for name in copies}
+    whole = {name: constants[name] | pieces[name] for name in copies}
+    other = twin(optimizer, parameters, copies, whole, {**_SETTINGS, **capturable})
     for group in other.param_groups:
         for key, value in group.items():
             if id(value) in settings:
@@ -238,11 +256,23 @@ def updated(
                 f"the step of optimizer {type(optimizer).__qualname__} updates {name}, which would be a constant of "
                 "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer"
             )
+    for name, copy in copies.items():
+        for slot, value in other.state[copy].items():
+            if slot not in pieces[name] and (slot not in constants[name] or value != constants[name][slot]):
+                raise ConversionError(
+                    f"a later step of optimizer {type(optimizer).__qualname__} sets state {slot!r} of {name}, which is "
+                    "no tensor before: take one more step in torch, then export"
+                )
     renewed = {name: {slot: other.state[copies[name]][slot] for slot in pieces[name]} for name in copies}
     return copies, {
         name: {slot: value.to(state[name][slot].dtype) for slot, value in slots.items()}
         for name, slots in renewed.items()
     }
+
+
+def _constants(pieces: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pieces of state that are neither tensors nor numbers."""
+    return {slot: value for slot, value in pieces.items() if not isinstance(value, torch.Tensor | int | float)}
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:

@@ -55,10 +55,11 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
     }
     seen = [found.pop(name) for name in watched(list(found))]
     expected = reference.outputs(traced, seen, tolerance)
-    for buffer in traced.buffers:  # a buffer that the step only reads is not an output
-        after = names.new(buffer)
-        if after not in found and np.array_equal(expected[after], array(traced.buffers[buffer])):
-            del expected[after]
+    of_forward = {name: expected.pop(names.new(name)) for name in traced.own}
+    before = {name: of_forward.pop(name) for name in traced.trainable} if traced.optimizers else {}
+    for name, value in of_forward.items():  # what the step only reads is not an output
+        if names.new(name) in found or not np.array_equal(value, array(traced.own[name]), equal_nan=True):
+            expected[names.new(name)] = value
     of_update = {name for name in found if name.startswith(names.new("")) and name not in expected}
     made_here = {n: v for n, v in found.items() if n not in of_update}
     exact = cache(lambda: reference.exact(traced, seen, tolerance))
@@ -77,7 +78,7 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
     if traced.optimizers:
         updated = {name: found[name] for name in found if name in of_update}
         gradients = {name: value for name, value in found.items() if name.startswith(names.gradient(""))}
-        _update(traced, updated, gradients, feeds)
+        _update(traced, updated, before, gradients, feeds)
     default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn)
     return result
 
@@ -124,16 +125,17 @@ def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.P
 def _update(
     traced: StepParts,
     found: Mapping[str, np.ndarray],
+    before: Mapping[str, np.ndarray],
     gradients: Mapping[str, np.ndarray],
     feeds: Mapping[str, np.ndarray],
 ) -> None:
-    """Compare changes, not values: a parameter hardly moves in a step.
+    """Compare changes, not values: a parameter hardly moves in a step. `before` are those that the update reads.
 
     With a small learning rate every parameter may change by less than a thousandth of its value. Rounding then
     determines the last digits of all changes, and the comparison allows for it.
     """
     of = {name.removeprefix(names.gradient("")): gradient for name, gradient in gradients.items()}
-    expected = reference.updated(traced, dict(traced.model.named_parameters()), of)
+    expected = reference.updated(traced, before, of)
     expected = {name: value for name, value in expected.items() if name in found or not _unchanged(name, value, feeds)}
     noise = {name: default_level.rounding(after) for name, after in expected.items()}
     check.agreed(default_level.changes(found, feeds), default_level.changes(expected, feeds), noise=noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ pytest.importorskip("onnxscript")
 import itertools
 
 import torch
-from onnx_remat.converters.pytorch import export_training_step, initial_feeds
+from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds
 from torch import nn
 
 from onnx_remat.errors import ConversionError
@@ -200,3 +201,126 @@ def test_at_a_rate_of_zero_nothing_moves(kind):
     made = runtime.outputs(step, given | {"learning_rate": np.zeros((), np.float32)})
     for name, value in model.state_dict().items():
         assert np.array_equal(made[f"new.{name}"], value.numpy())
+
+
+class Keeping(torch.optim.Optimizer):
+    """Steps along the gradient and the one before; `keep` stores it in a parameter's state."""
+
+    def __init__(self, parameters, keep, start):
+        super().__init__(parameters, {"lr": 0.1})
+        self.keep, self.start = keep, start
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(self.start(p))
+                p.add_(p.grad + self.keep(state, p.grad.clone()), alpha=-group["lr"])
+
+
+def in_list(state, gradient):
+    state["last"][0], before = gradient, state["last"][0]
+    return before
+
+
+def from_none(state, gradient):
+    before, state["last"] = state["last"], gradient
+    return torch.zeros_like(gradient) if before is None else before
+
+
+def later(state, gradient):
+    state["step"] += 1
+    before = state.get("last", torch.zeros_like(gradient))
+    if "seen" in state:
+        state["last"] = gradient
+    state["seen"] = torch.ones(())
+    return before
+
+
+@pytest.mark.parametrize(
+    ("keep", "start", "warm", "message"),
+    [
+        (in_list, lambda p: {"last": [torch.zeros_like(p)]}, 0, "'last' of weight .* is a list, and a graph's state"),
+        (in_list, lambda p: {"last": [torch.zeros_like(p)]}, 1, "'last' of weight .* is a list, and a graph's state"),
+        (from_none, lambda p: {"step": 0, "last": None}, 0, "'last' of weight .* is None before the first step"),
+        (from_none, lambda p: {"step": 0, "last": None}, 1, None),
+        (later, lambda p: {"step": 0}, 1, "a later step of optimizer Keeping sets state 'last' of weight"),
+        (later, lambda p: {"step": 0, "kind": "x", "none": None}, 2, None),
+    ],
+)
+def test_state_that_a_graph_cannot_hold_is_refused_not_dropped(keep, start, warm, message):
+    torch.manual_seed(0)
+    theirs = nn.Linear(4, 4, bias=False)
+    ours = copy.deepcopy(theirs)
+    mine, other = (Keeping(model.parameters(), keep, start) for model in (ours, theirs))
+    batches = [(torch.randn(3, 4), torch.randn(3, 4)) for _ in range(6)]
+
+    def train(model, optimizer, batch):
+        optimizer.zero_grad()
+        mse(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    for batch in batches[:warm]:
+        train(ours, mine, batch)
+        train(theirs, other, batch)
+    if message:
+        with pytest.raises(ConversionError, match=message):
+            budgeted(ours, mse, mine, batches[0], progress=False)
+        return
+    step = budgeted(ours, mse, mine, batches[0], progress=False)
+    for batch in batches[warm:]:
+        step(batch)
+        train(theirs, other, batch)
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+def test_hooks_see_the_share_of_a_micro_batch():
+    torch.manual_seed(0)
+    theirs = nn.Linear(4, 4, bias=False)
+    ours = copy.deepcopy(theirs)
+    for model in (ours, theirs):
+        model.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    mine, other = (torch.optim.SGD(model.parameters(), 0.1) for model in (ours, theirs))
+    batches = [(torch.randn(3, 4), torch.randn(3, 4)) for _ in range(4)]
+    step = budgeted(ours, mse, mine, batches[0], accumulate=2, progress=False)
+    for number, batch in enumerate(batches):
+        step(batch)
+        (mse(theirs(batch[0]), batch[1]) / 2).backward()
+        if number % 2:
+            other.step()
+            other.zero_grad()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_overflow_skips_the_update_of_its_own_optimizer_alone(accumulate):
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    ours = copy.deepcopy(theirs)
+    mine, other = (
+        (torch.optim.AdamW(model[0].parameters(), 0.1), torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9))
+        for model in (ours, theirs)
+    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    x = torch.randn(3, 4)
+    overflows = x.clone()
+    overflows[0, 0] = torch.inf  # the first layer's gradient is infinite, and tanh bounds what the second reads
+
+    def loss(made, target):
+        return (made * target).sum()
+
+    batches = [(each, torch.ones(3, 2)) for each in (x, overflows, 2 * x, x)]
+    step = budgeted(ours, loss, mine, batches[0], scaler=scalers[0], accumulate=accumulate, progress=False)
+    for number, batch in enumerate(batches, 1):
+        step(batch)
+        scalers[1].scale(loss(theirs(batch[0]), batch[1]) / accumulate).backward()
+        if not number % accumulate:
+            for optimizer in other:
+                scalers[1].step(optimizer)
+                optimizer.zero_grad()
+            scalers[1].update()
+        assert step.extra["state.scaler.scale"] == scalers[1].get_scale()
+    for own, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, expected)

@@ -1,0 +1,87 @@
+"""Sizes for which a step is another than the traced one are refused, or stated for a file."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import torch
+from onnx_remat.converters.pytorch import budgeted, export_training_step
+from torch import nn
+
+from onnx_remat.errors import UsageError
+
+cross_entropy = nn.functional.cross_entropy
+OPEN = {f"input.{index}": {0: "batch"} for index in range(2)}
+
+
+class Block(nn.Module):
+    """`forward` is given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.inner, self.norm, self.how = nn.Linear(4, 4), nn.BatchNorm1d(4), forward
+
+    def forward(self, x):
+        return self.how(self, self.inner(x))
+
+
+def many(_, y):
+    return y * 2 if y.shape[0] > 8 else y
+
+
+def even(_, y):
+    return y * 2 if y.shape[0] % 2 == 0 else y
+
+
+CASES = {
+    "many": (many, {8: "decides by the size at .*if y.shape", 1: "decides by the size"}, [9]),
+    "even": (even, {9: "decides by the size", 7: "decides by the size"}, [8]),
+    "norm": (lambda self, y: self.norm(y), {1: "fails: ValueError: Expected more than 1 value"}, [9, 2]),
+    "squeeze": (lambda _, y: y.unsqueeze(1).squeeze(), {1: "fails: "}, [9, 2]),
+    "plain": (lambda self, y: self.inner(y), {}, [9, 1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_batch_for_which_the_step_is_another_is_refused(case):
+    forward, refused, taken = CASES[case]
+    model, batch = Block(forward), (torch.randn(10, 4), torch.arange(10) % 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with budgeted(model, cross_entropy, optimizer, batch, dynamic_dims=OPEN, progress=False) as step:
+        for size, reason in refused.items():
+            with pytest.raises(
+                UsageError, match=rf"batch is {size}, .*the example's 10 \(its code {reason}.*drop_last"
+            ):
+                step([part[:size] for part in batch])
+        for size in taken:
+            given = [part[:size] for part in batch]
+            assert step(given) == pytest.approx(cross_entropy(model(given[0]), given[1]).item(), rel=1e-5)
+
+
+def test_a_warning_states_the_sizes_of_a_file_for_which_it_is_wrong():
+    batch = torch.randn(10, 4), torch.arange(10) % 4
+    with pytest.warns(UserWarning, match=r"wrong where batch is 1, 2, 3, 4, 5, \.\.\.: for these, its code decides"):
+        export_training_step(Block(many), batch, cross_entropy, dynamic_dims=OPEN, check=False)
+    with pytest.warns(UserWarning, match=r"wrong where batch is 1, 3, 5, 7, 9: for these, its code decides"):
+        export_training_step(Block(even), batch, cross_entropy, dynamic_dims=OPEN)
+
+
+def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places, self.last = nn.Embedding(9, 8), nn.Embedding(5, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            assert x.shape[1] <= 5
+            return self.last(self.words(x) + self.places(torch.arange(x.shape[1]))).flatten(0, 1)
+
+    def loss(made, target):
+        return cross_entropy(made, target.flatten())
+
+    both = {f"input.{index}": {0: "batch", 1: "length"} for index in range(2)}
+    batch = torch.arange(30).reshape(6, 5) % 9, torch.arange(30).reshape(6, 5) % 4
+    export_training_step(Positions(), batch, loss, dynamic_dims=both)
