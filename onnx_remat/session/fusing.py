@@ -171,7 +171,7 @@ def fuse_step(
     if device and any(cuda.arguments(kernel) > cuda.MOST_ARGUMENTS for kernel in found.kernels):
         return Refused("a kernel would take too many arguments")
     # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
-    books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.distinct(found.kernels))
+    books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.code_bytes(found.kernels))
     saved = 0 if device else bookkeeping_bytes(values_of(whole.steps)) - books
     freed = workspace(whole.steps) - workspace(steps)
     more = max(0, saved // 2) + freed

@@ -196,8 +196,8 @@ def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
 
 def bookkeeping(made: SlabLayout) -> int:
     """Return the bytes of ONNX Runtime's bookkeeping for a step on a CPU, as predicted."""
-    from onnx_remat.fuse.convolutions import distinct
+    from onnx_remat.fuse.convolutions import code_bytes
 
     if made.compiled.kernels.device != "cpu":
         return 0
-    return bookkeeping_bytes(values_of(made.program.steps), made.fused.kernels, distinct(made.kernels))
+    return bookkeeping_bytes(values_of(made.program.steps), made.fused.kernels, code_bytes(made.kernels))
