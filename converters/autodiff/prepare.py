@@ -58,7 +58,7 @@ def load(source: Source) -> ir.Model:
         versions = {opset.domain: opset.version for opset in proto.opset_import}
         standard = versions.get("", versions.get("ai.onnx", 0))
         if standard < OLDEST:
-            proto = onnx.version_converter.convert_version(_slopes_by_channel(proto, standard), UPGRADED)
+            proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
             if standard < _STATES_COORDINATES:
                 _state_coordinates(proto)
         model = ir.from_proto(_expanded(proto))
@@ -106,16 +106,16 @@ def _state_coordinates(proto: onnx.ModelProto) -> None:
             node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in stated.items())
 
 
-def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Move PRelu's slopes to the channel axis, their axis before opset 7: onnx's converter leaves them on the last
-    axis.
+def _aligned(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Align second operands at the axis that opsets before 7 state (`broadcast`, `axis`), and PRelu's slopes at the
+    channels: onnx's converter refuses the first, and leaves the others at the last axis.
 
     Raises
     ------
     ConversionError
         The rank of such a node's input is unknown.
     """
-    if opset >= 7 or all(node.op_type != "PRelu" for node in proto.graph.node):
+    if opset >= 7:
         return proto
     inferred = onnx.shape_inference.infer_shapes(proto).graph
     types = {v.name: v.type.tensor_type for v in (*inferred.value_info, *inferred.input, *inferred.output)}
@@ -124,20 +124,25 @@ def _slopes_by_channel(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     made = onnx.ModelProto()
     made.CopyFrom(proto)
     del made.graph.node[:]
-    for node in proto.graph.node:
-        if node.op_type == "PRelu" and ranks.get(node.input[1]) != 0:
-            x, slope = node.input
-            if x not in ranks:
+    for original in proto.graph.node:
+        node = onnx.NodeProto.FromString(original.SerializeToString())
+        stated = {a.name: a.i for a in node.attribute if a.name in ("broadcast", "axis")}
+        is_slope = node.op_type == "PRelu" and ranks.get(node.input[1]) != 0
+        if is_slope or (stated.get("broadcast") and "axis" in stated):
+            first, second = node.input
+            if unknown := [name for name in (first, second) if name not in ranks]:
                 raise ConversionError(
-                    f"node {node.name or node.output[0]!r} (PRelu): the rank of {x!r} is unknown, and so the axis of "
-                    "its slopes: add value_info for it, or convert the model to opset 7"
+                    f"node {node.name or node.output[0]!r} ({node.op_type}): the rank of {unknown[0]!r} is unknown, "
+                    "and so the axis at which its inputs meet: add value_info for it, or convert the model to opset 7"
                 )
-            axes = list(range(1, ranks[x] - 1))
-            if axes:
-                by_channel = f"{node.output[0]}.slope_by_channel"
-                made.graph.node.append(onnx.helper.make_node("Unsqueeze", [slope], [by_channel], axes=axes))
-                node = onnx.NodeProto.FromString(node.SerializeToString())
-                node.input[1] = by_channel
+            at = 1 if is_slope else stated["axis"] % max(1, ranks[first])
+            if missing := list(range(ranks[second], ranks[first] - at)):
+                node.input[1] = f"{node.output[0]}.aligned"
+                made.graph.node.append(onnx.helper.make_node("Unsqueeze", [second], [node.input[1]], axes=missing))
+            if not is_slope:
+                kept = [attribute for attribute in node.attribute if attribute.name != "axis"]
+                del node.attribute[:]
+                node.attribute.extend(kept)
         made.graph.node.append(node)
     return made
 

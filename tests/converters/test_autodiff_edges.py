@@ -206,3 +206,24 @@ def test_constants_are_not_folded_by_kernels_that_compute_something_else():
     step = step_of(forward(nodes, {"x": [3, 2]}, {"w": w, "f": fixed}))
     wanted = (x @ (fixed / np.abs(fixed).sum(1, keepdims=True)) @ w).sum()
     np.testing.assert_allclose(outputs_of(step, {"x": x}, {"w": w})["loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["Add", "Sub", "Mul", "Div"])
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
+def test_operands_of_old_opsets_meet_at_their_axis(op, axis):
+    stated = {"broadcast": 1} | ({} if axis is None else {"axis": axis})
+    nodes = [
+        node(op, ["x", "w"], ["h"], **stated), node("Mul", ["h", "t"], ["m"]),
+        node("ReduceSum", ["m"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    weight = np.abs(W[0, : 2 if axis == 0 else 4]) + 1
+    step = step_of(forward(nodes, {"x": (2, 4, 4), "t": (2, 4, 4)}, {"w": weight}, opset=6))
+    x, t = RNG.standard_normal((2, 2, 4, 4), np.float32)
+    inner, other = torch.tensor(weight, requires_grad=True), torch.tensor(x)
+    aligned = inner if axis is None else inner.reshape([-1, *[1] * (2 - axis)])
+    name = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div"}[op]
+    loss = (getattr(torch, name)(other, aligned) * torch.tensor(t)).sum()
+    loss.backward()
+    made = outputs_of(step, {"x": x, "t": t}, {"w": weight})
+    np.testing.assert_allclose(made["loss"], loss.item(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(made["grad.w"], inner.grad, rtol=1e-4, atol=1e-5)
