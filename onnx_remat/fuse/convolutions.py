@@ -82,13 +82,13 @@ def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
     return Kernel("", (), count, 1, inputs, outputs, convolution=of)
 
 
-CODE_BYTES, LARGE_WINDOW, LARGE_WINDOW_CODE_BYTES = 170_000, 64, 1_450_000
+CODE_BYTES, LARGE_WINDOW, LARGE_WINDOW_CODE_BYTES = 170_000, 64, 2_900_000
 """Bytes of the code that oneDNN makes for a convolution and for its copies; elements of a window above which it makes
-more, and reads more of its library, and how much: for the patches of a vision transformer."""
+more for a gradient of weights, and reads more of its library, and how much: for the patches of a vision transformer."""
 
 
 def code_bytes(kernels: Iterable[Kernel]) -> int:
     """Return the bytes of oneDNN's code for all different convolutions that some kernels compute."""
     found = {kernel.convolution for kernel in kernels if kernel.convolution is not None}
-    large = sum(prod(each.kernel) > LARGE_WINDOW for each in found)
+    large = sum(each.kind == WEIGHTS and prod(each.kernel) > LARGE_WINDOW for each in found)
     return CODE_BYTES * len(found) + LARGE_WINDOW_CODE_BYTES * large
