@@ -79,9 +79,10 @@ def check(
     Raises
     ------
     ConversionError
-        A gradient is not finite or differs from the finite differences by more than `tolerances.DIFFERENCE` (the
-        message names the parameter), the step cannot be evaluated in float64, its outputs on ONNX Runtime differ by
-        more than `tolerances.PRECISION`, or ONNX Runtime's default optimisations compute something else.
+        A gradient has another shape than its parameter, is not finite, or differs from the finite differences by more
+        than `tolerances.DIFFERENCE` (the message names the parameter); the step cannot be evaluated in float64, its
+        outputs on ONNX Runtime differ by more than `tolerances.PRECISION`, or ONNX Runtime's default optimisations
+        compute something else.
     """
     settled = ir.from_proto(default_level.seeded(step))
     feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
@@ -95,6 +96,12 @@ def check(
         raise ConversionError("the loss is {} on the check's inputs: give {} or {}", loss, *_OTHERWISE)
     if bad := [p for p, g in gradients.items() if not np.isfinite(g).all()]:
         raise ConversionError(f"the gradient by {bad[0]!r} is not finite on the check's inputs; nothing was written")
+    for p, g in gradients.items():
+        if g.shape != exact[p].shape:
+            raise ConversionError(
+                f"the gradient by {p!r} has shape {list(g.shape)}, and {p!r} has {list(exact[p].shape)}; nothing was "
+                "written"
+            )
     line = _Line(Evaluator(_loss_only(wide)), step_in_full, exact, gradients, loss)
     worst = max(line.error(seed) for seed in range(DIRECTIONS))
     narrow = widened(settled, ir.DataType.FLOAT)
