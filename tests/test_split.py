@@ -262,3 +262,15 @@ def test_the_command_writes_both_or_none(tmp_path, capsys):
     again = [str(tmp_path / name) for name in ("train.update.onnx", "a.onnx", "b.onnx")]
     assert cli.main(["split", *again]) == 4
     assert not (tmp_path / "a.onnx").exists()
+
+
+def test_gradients_of_parameters_with_symbolic_sizes_stay_symbolic():
+    model = mlp(layers=2, batch=8, width=8)
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            dim.dim_param = "n" if dim.dim_value == 8 else dim.dim_param
+    parts = split_step(model)
+    for values in (parts.gradients.graph.output, parts.update.graph.input):
+        dims = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in values if v.name.startswith("g")}
+        assert dims == {"grad.w0": ["n", "n"], "grad.w1": ["n", "n"]}
+    assert_same(model, parts, feeds_for(model, n=5))

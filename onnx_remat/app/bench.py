@@ -35,6 +35,7 @@ from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
+from onnx_remat.rewrite.plans import TooLittleTime
 from onnx_remat.units import format_bytes, parse_budget, table
 
 
@@ -256,6 +257,8 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     def fits(size: int) -> bool:
         try:
             rewrite(model, allowed, sized(size), advise=False)
+        except TooLittleTime:
+            raise
         except BudgetInfeasibleError:
             return False
         return True

@@ -224,7 +224,6 @@ def check_files(
     more : str
         Other input paths by flag.
     """
-    from onnx_remat.ir import external_data
     from onnx_remat.ort.kernels.costs import PRESETS
 
     if costs is not None and costs not in PRESETS:
@@ -233,8 +232,7 @@ def check_files(
     reads += [files.Use(path, f"read by --{flag}") for flag, path in more.items() if path]
     for source in sources.values():
         homes = [source.folder, Path(out).resolve().parent] if out is not None else [source.folder]
-        data = external_data.paths(source.model)
-        reads += [files.Use(home / path, "data of the model") for home in homes if home for path in data]
+        reads += [files.Use(home / path, "data of the model") for home in homes if home for path in source.data]
     writes = [files.Use(out, "OUT")] if out is not None else []
     for flag, report in reports:
         if report is not None and report != "-":

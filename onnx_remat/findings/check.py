@@ -182,7 +182,7 @@ def check(
     plan = planned(source.model, model_io.name_of(path))
     sizes, provider = dict(dims or plan.dims), provider or plan.provider
     space = plan.workspace if provider != "cpu" else None
-    options = Options(provider=provider, dims=sizes, cudnn_workspace=space)
+    options = Options(provider=provider, dims=sizes, cudnn_workspace=space, run_by=plan.run_by)
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)

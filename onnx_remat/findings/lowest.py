@@ -15,6 +15,7 @@ from onnx_remat.plan.selectors import silent
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_for
+from onnx_remat.rewrite.plans import TooLittleTime
 from onnx_remat.units import format_bytes
 
 _TRIES = 8  # budgets to plan for; each at least halves the gap
@@ -82,7 +83,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     Raises
     ------
     OnnxRematError
-        As in `rewrite_model`, except for infeasible budgets.
+        As in `rewrite_model`, except for infeasible budgets; a time limit too short for one file is an error.
 
     Examples
     --------
@@ -102,6 +103,8 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
         watched = named(f"try {tries} of {_TRIES} at most, {format_bytes(report.budget)} found", progress)
         try:
             report = rewrite_for(original, budget, advise=False, progress=watched).report
+        except TooLittleTime:
+            raise
         except BudgetInfeasibleError as error:
             missed.append(budget)
             budget = int(smallest_budget(error.best_peak_bytes) * _REFUSAL_HEADROOM)

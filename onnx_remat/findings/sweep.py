@@ -21,6 +21,7 @@ from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.rewrite.pipeline import Result, rewrite_for
+from onnx_remat.rewrite.plans import TooLittleTime
 from onnx_remat.units import format_bytes, table
 
 MOST_POINTS = 10_000
@@ -102,7 +103,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     UsageError
         Fewer than two points, or more than `MOST_POINTS`; fewer than one job.
     OnnxRematError
-        As in `rewrite_model`, except for infeasible budgets.
+        As in `rewrite_model`, except for infeasible budgets; a time limit too short for one file is an error.
 
     Examples
     --------
@@ -147,6 +148,8 @@ _Tried = tuple[Point | None, int]
 def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried:
     try:
         result = rewrite_for(original, budget, advise=False, progress=progress)
+    except TooLittleTime:
+        raise
     except BudgetInfeasibleError:
         return None, 0
     return _point(result), result.report.lower_bound
@@ -199,6 +202,8 @@ def _lowest(original: Original, least: int, progress: Progress) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
         return rewrite_for(original, least, advise=False, progress=progress).report.covered()[1]
+    except TooLittleTime:
+        raise
     except BudgetInfeasibleError as error:
         return smallest_budget(int(error.best_peak_bytes * 1.005))
 

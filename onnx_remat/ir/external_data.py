@@ -72,8 +72,14 @@ def paths(model: onnx.ModelProto) -> list[str]:
     ModelError
         A location is empty, absolute or climbs up.
     """
-    external = (t for t in tensors(model) if t.data_location == TensorProto.EXTERNAL and not large_files.is_stored(t))
-    return list(dict.fromkeys(_path(tensor) for tensor in external))
+    return list(dict.fromkeys(_path(tensor) for tensor in _outside(model)))
+
+
+def _outside(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Yield the tensors in data files."""
+    for tensor in tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL and not large_files.is_stored(tensor):
+            yield tensor
 
 
 def _entry(tensor: TensorProto, key: str) -> str:
@@ -158,6 +164,31 @@ def _size(folder: Path, path: str, whose: str) -> int:
     if not leads.is_file():
         raise ModelError(f"{whose}: external data {path!r} is not a regular file")
     return size
+
+
+def read_small(model: onnx.ModelProto, folder: Path, limit: int) -> None:
+    """Read tensors of less than `limit` bytes into a model that was checked: shapes may depend on their contents.
+
+    Raises
+    ------
+    ModelError
+        A data file cannot be read.
+    """
+    small: dict[str, list[tuple[TensorProto, int]]] = {}
+    for tensor in _outside(model):
+        needed = tensor_bytes(tensor.data_type, tensor.dims)
+        if needed < limit:
+            small.setdefault(_path(tensor), []).append((tensor, needed))
+    for path, found in small.items():
+        try:
+            with (folder / path).open("rb") as data:
+                for tensor, needed in found:
+                    data.seek(int(_entry(tensor, "offset") or 0))
+                    tensor.raw_data = data.read(needed)
+                    tensor.ClearField("external_data")
+                    tensor.ClearField("data_location")
+        except OSError as error:
+            raise ModelError(f"cannot read external data file {path!r}: {error.strerror}") from error
 
 
 def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:

@@ -23,12 +23,14 @@ INLINE_LIMIT = 1024
 class Source:
     """A loaded model and the folder its external data is relative to (None for a model without a file).
 
-    `in_body`: the step was in a body, and was taken out of it.
+    `in_body`: the step was in a body, and was taken out of it. `data`: relative paths of its data files, also of those
+    that were read as a whole.
     """
 
     model: onnx.ModelProto
     folder: Path | None
     in_body: bool = False
+    data: tuple[str, ...] = ()
 
 
 Model = str | os.PathLike[str] | bytes | onnx.ModelProto | Source
@@ -36,7 +38,7 @@ Model = str | os.PathLike[str] | bytes | onnx.ModelProto | Source
 
 
 def load(source: Model) -> Source:
-    """Read a model without the contents of external data files, and without large weights in a large file.
+    """Read a model without large weights in external data files or in a large file.
 
     Parameters
     ----------
@@ -70,8 +72,11 @@ def of_file(path: Path, data: bytes | None = None) -> Source:
 
 def _checked(loaded: Source) -> Source:
     external_data.check(loaded.model, loaded.folder)
+    data = tuple(external_data.paths(loaded.model))
+    if loaded.folder is not None:
+        external_data.read_small(loaded.model, loaded.folder, INLINE_LIMIT)
     step = out_of_body(loaded.model)
-    return replace(loaded, model=step, in_body=step is not loaded.model)
+    return replace(loaded, model=step, in_body=step is not loaded.model, data=data)
 
 
 def name_of(given: Model) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onnx_remat.errors import ModelError, ShapeError
+from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import shape_arithmetic
 from onnx_remat.ir.body import bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
@@ -25,6 +25,7 @@ from onnx_remat.ir.subgraphs import workspace as body_workspace
 from onnx_remat.ir.training_ops import is_pure_contrib
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem
+from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Call, Kernels, itemsize, key
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
@@ -53,7 +54,13 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         Facts about the provider's kernels.
     allow : sequence of str
         ``DOMAIN::OP`` names of custom ops that the user allows to recompute.
+
+    Raises
+    ------
+    UsageError
+        `allow` names an op that is known to differ in a second run, or a standard op.
     """
+    _check_allowed(allow)
     foldable = _foldable(graph, tensors)
     stated, versions = constants(graph.model.graph), opsets_of(graph.model)
     known = _read_in_bodies(graph, tensors, stated)
@@ -72,6 +79,21 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
             for op in graph.ops
         ),
     )
+
+
+def _check_allowed(allow: Sequence[str]) -> None:
+    for name in allow:
+        domain, _, op_type = name.partition("::")
+        says = semantics(domain, op_type)
+        if says.random:
+            why = "draws new samples in every run: it cannot be recomputed"
+        elif says.stateful:
+            why = "changes state in every run: it cannot be recomputed"
+        elif canonical(domain) == STANDARD and says.known:
+            why = "is a standard op, which is recomputed where that is safe: leave it out"
+        else:
+            continue
+        raise UsageError("{}: {!r} " + why, Setting("allow_recompute"), name)
 
 
 def _read_in_bodies(

@@ -22,7 +22,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, SessionMemory, simulated_levels
-from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, first_look, make_plan, no_lower
+from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, TooLittleTime, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
@@ -292,7 +292,7 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
     if late <= _TOLERATED_DELAY_SECONDS or options.limit_is_default():
         return
     enough = 5 * math.ceil((options.time_limit + _ADVISED_TIME_FACTOR * late) / 5)
-    raise BudgetInfeasibleError(
+    raise TooLittleTime(
         Message(
             "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
             "by itself, at this machine's present pace; try {}",

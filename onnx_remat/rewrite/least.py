@@ -11,6 +11,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.rewrite.original import Job, Original
+from onnx_remat.rewrite.plans import TooLittleTime
 from onnx_remat.units import Budget
 
 TRIALS = 6
@@ -71,6 +72,10 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
         budget = (low + best.nbytes) // 2
         try:
             made = attempt(trial.job(Budget(bytes=budget), deadline.sooner(enough, _LATER)))
+        except TooLittleTime:
+            if not turn:
+                raise
+            break
         except BudgetInfeasibleError:
             low = budget
             continue

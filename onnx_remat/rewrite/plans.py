@@ -161,6 +161,10 @@ class Refusal(BudgetInfeasibleError):
         return joined("; ", filter(None, (why, advice, self.below)))
 
 
+class TooLittleTime(BudgetInfeasibleError):
+    """A time limit that was asked for ends before a file could be written: nothing is known about the budget."""
+
+
 def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[str, str]:
     """Return why there is no plan, proved or not found in the time given, and the lowest that was found."""
     allowed, memory, floor = goal.allowed, goal.memory, goal.memory.floor

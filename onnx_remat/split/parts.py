@@ -151,7 +151,7 @@ def _first_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str])
     for name, value in cut.items():
         if names[value] != GRADIENT + name:  # one value is the gradient of two parameters, e.g. of summands
             append(model.graph, "Identity", [names[value]], GRADIENT + name)
-        model.graph.output.append(_typed(step, GRADIENT + name, value))
+        model.graph.output.append(_gradient_of(step, name, value))
     return model
 
 
@@ -169,9 +169,7 @@ def _second_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str]
     rename(model.graph, names)
     read = {name for node in model.graph.node for name in node.input}
     read |= {names.get(name, name) for op in ops for name in op.captured}
-    found = [GRADIENT + name for name in cut if GRADIENT + name in read]
-    by_name = {GRADIENT + name: value for name, value in cut.items()}
-    model.graph.input.extend(_typed(step, name, by_name[name]) for name in found)
+    model.graph.input.extend(_gradient_of(step, n, v) for n, v in cut.items() if GRADIENT + n in read)
     return model
 
 
@@ -218,6 +216,13 @@ def _stated(node: onnx.NodeProto, read: Collection[str]) -> bool:
     return graphs.is_constant(node) and node.output[0] in read
 
 
-def _typed(step: StepParts, title: str, like: str) -> onnx.ValueInfoProto:
-    tensor = step.tensors[like]
-    return helper.make_tensor_value_info(title, tensor.dtype, tensor.shape)
+def _gradient_of(step: StepParts, parameter: str, value: str) -> onnx.ValueInfoProto:
+    """Return a parameter's gradient with the type of its value; symbolic dimensions of the parameter stay."""
+    tensor = step.tensors[value]
+    made = helper.make_tensor_value_info(GRADIENT + parameter, tensor.dtype, tensor.shape)
+    declared = next(v for v in step.graph.model.graph.input if v.name == parameter).type.tensor_type.shape
+    if len(declared.dim) == len(tensor.shape):
+        for dim, given in zip(made.type.tensor_type.shape.dim, declared.dim, strict=True):
+            if given.dim_param:
+                dim.dim_param = given.dim_param
+    return made

@@ -6,6 +6,8 @@
     waiting = Unsqueeze(value, token)                 the value, in the same buffer, after the trigger
     shape'  = Concat(shape, token)                    a shape that a kernel reads on the host, after the trigger
 
+An input of a type without a kernel of Size, such as bfloat16, is cast first.
+
 An Unsqueeze without axes changes nothing, and computed axes stop shape inference: this keeps `Shape` from being folded,
 and Unsqueeze by `none` alone is what a private buffer needs (see `private_buffers`). No rank or size is needed: the
 same nodes serve scalars, empty tensors and symbolic dimensions.
@@ -22,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from onnx import TensorProto
 
 from onnx_remat.ir.shapes import TAG, UNSEEN
 
@@ -52,6 +56,8 @@ class Barriers:
         Returns an unused name similar to the given one.
     add_vector : callable
         Adds an int64 initializer with the given name and entries.
+    sized : bool
+        Does ONNX Runtime have a kernel of Size for the type of `source`?
     """
 
     def __init__(
@@ -61,7 +67,9 @@ class Barriers:
         emit: Emit,
         fresh: Callable[[str], str],
         add_vector: Callable[[str, Sequence[int]], None],
+        sized: bool = True,
     ) -> None:
+        self._sized = sized
         self._opset, self._source, self._emit, self._fresh, self._add_vector = opset, source, emit, fresh, add_vector
         self._none = ""
         self._ends: dict[int, str] = {}
@@ -86,7 +94,11 @@ class Barriers:
         if not self._none:
             empty, size, self._none = (self._fresh(n) for n in (f"{TAG}no_axes", f"{TAG}size", f"{UNSEEN}_axes"))
             self._add_vector(empty, ())
-            self._emit("Size", [self._source], size, "")
+            source = self._source
+            if not self._sized:
+                source = self._fresh(f"{TAG}sized")
+                self._emit("Cast", [self._source], source, "", to=TensorProto.BOOL)
+            self._emit("Size", [source], size, "")
             self._emit("Mul", [size, empty], self._none, "")
         return self._none
 

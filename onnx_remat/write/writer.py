@@ -41,6 +41,10 @@ from onnx_remat.write.decided import (
     Rewritten,
 )
 
+_MAY_OMIT_INPUTS = 4
+"""First IR version in which an initializer need not be an input. A file keeps its version and its inputs: in later
+versions callers may feed an initializer that is an input, so that ONNX Runtime no longer takes it as a constant."""
+
 
 def rewrite(
     graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions, metadata: Mapping[str, str]
@@ -68,8 +72,11 @@ def rewrite(
     del model.graph.node[:]
     del model.graph.value_info[:]
     model.graph.node.extend(node for node in graph.model.graph.node if is_constant(node))
+    if model.ir_version < _MAY_OMIT_INPUTS:
+        model.graph.node.extend(helper.make_node("Constant", [], [v.name], value=v) for v in writer.initializers)
+    else:
+        model.graph.initializer.extend(writer.initializers)
     model.graph.node.extend(writer.nodes)
-    model.graph.initializer.extend(writer.initializers)
     model.graph.value_info.extend(writer.value_info.values())
     plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
     plan |= {MOVES_KEY: writer.back} if writer.back else {}
@@ -289,7 +296,8 @@ class _Writer:
                 "the model has no input, from whose size an order is pinned: make one of its values an input"
             )
         source = min(inputs, key=lambda name: (self.tensors[name].dtype not in _SIZED, self.tensors[name].nbytes))
-        return Barriers(opset, source, self._helper, self._fresh, self._add_vector)
+        sized = self.tensors[source].dtype in _SIZED
+        return Barriers(opset, source, self._helper, self._fresh, self._add_vector, sized)
 
     def _name_outputs(self, node: onnx.NodeProto, here: _Occurrence) -> None:
         """Name the outputs of a step's node, and label a recompute as such."""
@@ -427,7 +435,7 @@ _SIZED = frozenset(
     {
         TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL, TensorProto.INT8,
         TensorProto.INT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8, TensorProto.UINT16,
-        TensorProto.UINT32, TensorProto.UINT64,
+        TensorProto.UINT32, TensorProto.UINT64, TensorProto.STRING,
     }
 )  # fmt: skip
 """Types of which ONNX Runtime can compute the size on every provider."""

@@ -12,6 +12,7 @@ import pytest
 
 from onnx_remat.app import cli, flags
 from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.findings.lowest import lowest_budget
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
@@ -23,6 +24,7 @@ from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.selectors import silent
 from onnx_remat.process import child
+from onnx_remat.rewrite.original import Original
 from sample_models.chain import chain
 from tests.support.graphs import mlp
 
@@ -179,3 +181,10 @@ def test_a_limit_that_follows_from_the_effort_is_not_one_that_was_asked_for():
     flags.add_flags(parser, effort="10s")
     assert Options(**flags.planning_options(parser.parse_args([]))).limit_is_default()
     assert not Options(effort=10, time_limit=15).limit_is_default()
+
+
+@pytest.mark.parametrize("search", [lambda model, **given: sweep(model, 2, **given), lowest_budget])
+def test_a_limit_that_is_too_short_for_a_file_is_no_missed_budget(search, monkeypatch):
+    monkeypatch.setattr(Original, "seconds_per_file", 30.0)
+    with pytest.raises(OnnxRematError, match="time_limit=5 is too short for a file"):
+        search(mlp(layers=4, batch=128, width=16), run_by="session", time_limit=5)

@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
 from onnx_remat import files
+from onnx_remat.app import cli
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.ir import external_data, model_io
+from onnx_remat.ir import external_data, graph, model_io, shapes
 from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
@@ -326,16 +327,51 @@ def test_new_files_get_the_permissions_of_any_new_file(umask, mode, home):
         assert stat.S_IMODE((home / "there" / name).stat().st_mode) == mode, name
 
 
+def _refuse(*_):
+    raise OSError(errno.EXDEV, "another disk")
+
+
 def test_data_is_copied_where_it_cannot_be_linked(tmp_path, monkeypatch):
     """ONNX Runtime refuses symbolic links that lead out of the folder."""
-
-    def refuse(*_):
-        raise OSError(errno.EXDEV, "another disk")
-
-    monkeypatch.setattr(external_data.os, "link", refuse)
+    monkeypatch.setattr(external_data.os, "link", _refuse)
     (tmp_path / "from").mkdir()
     (tmp_path / "to").mkdir()
     (tmp_path / "from" / "w.bin").write_bytes(b"data")
     external_data.link(external(), tmp_path / "from", tmp_path / "to")
     copy = tmp_path / "to" / "w.bin"
     assert copy.read_bytes() == b"data" and not copy.is_symlink()
+
+
+def test_shapes_may_depend_on_constants_in_a_data_file(tmp_path):
+    model = model_of(
+        [make("Reshape", ["x", "to"], ["h"], name="view"), make("MatMul", ["h", "w"], ["y"], name="mm")],
+        {"x": [4, 32]}, {"y": [8, 16]}, {"to": np.array([8, 16]), "w": WEIGHT},
+    )  # fmt: skip
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    source = model_io.load(path)
+    assert shapes.infer(graph.build(source.model))["h"].shape == (8, 16)
+    assert external_data.paths(source.model) == ["w.bin"]  # the weight's
+
+
+def test_data_that_was_read_is_not_written_over(tmp_path, capsys):
+    model, path = mlp(layers=1), tmp_path / "m.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    before = (tmp_path / "w.bin").read_bytes()
+    assert not external_data.paths(model_io.load(path).model)
+    assert cli.main([str(path), str(tmp_path / "w.bin"), "--budget", "100%", "--force"]) == 2
+    assert "data of the model" in capsys.readouterr().err and (tmp_path / "w.bin").read_bytes() == before
+
+
+def test_a_step_with_data_is_rewritten_where_nothing_can_be_linked(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    model, path = mlp(layers=6, batch=1024, width=32), tmp_path / "m.onnx"
+    frozen = model.graph.input[-1]
+    model.graph.input.remove(frozen)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((32, 32), np.float32), frozen.name))
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    monkeypatch.setattr(external_data.os, "link", _refuse)
+    monkeypatch.setattr(os, "symlink", _refuse)
+    made = onnx_remat.rewrite_model(path, "80%", run_by="session", effort=1)
+    made.save(tmp_path / "out.onnx")
+    assert made.report.recomputed and onnx_remat.Session(tmp_path / "out.onnx").slab_bytes

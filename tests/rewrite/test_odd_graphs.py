@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
-from onnx_remat.errors import ModelError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir.expand import expand
 from onnx_remat.measure import processes
 from onnx_remat.ort.executed import as_executed
@@ -801,3 +801,11 @@ def test_memory_within_bodies_is_counted(kind, tmp_path):
     timeline = executed.timeline
     assert executed.compiled.graph.ops[executed.order.order[timeline.peak_step]].label == kind
     assert timeline.peak == pytest.approx(processes.measure(tmp_path / "m.onnx", "disable").peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("op", "why"), [("::Dropout", "draws new samples in every run"), ("::MatMul", "is a standard op")]
+)
+def test_ops_that_are_known_need_no_leave_to_run_again(op, why):
+    with pytest.raises(UsageError, match=f"allow_recompute=: '{op}' {why}"):
+        onnx_remat.rewrite_model(mlp(layers=2, batch=64, width=8, seed_dropout="1"), "90%", allow_recompute=op)

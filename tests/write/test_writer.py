@@ -674,3 +674,42 @@ def noisy(layers: int = 6) -> onnx.ModelProto:
 def test_a_step_without_inputs_is_refused_in_a_line():
     with pytest.raises(ModelError, match="the model has no input, from whose size an order is pinned"):
         rewrite_model(noisy(), "60%", run_by="session", effort=1)
+
+
+def in_old_form(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same step in IR version 3, in which every initializer is an input, too."""
+    old = onnx.ModelProto()
+    old.CopyFrom(model)
+    old.ir_version = 3
+    old.graph.input.extend(helper.make_tensor_value_info(w.name, w.data_type, w.dims) for w in old.graph.initializer)
+    return old
+
+
+@pytest.mark.parametrize("run_by", ["session", "loop"])
+def test_a_step_in_the_oldest_ir_version_is_rewritten(run_by):
+    model = in_old_form(mlp(layers=6, batch=4096, width=32))
+    made = rewrite_model(model, "80%", run_by=run_by, effort=1)
+    assert made.report.recomputed
+    onnx.checker.check_model(made.model)
+    feeds = feeds_for(model)
+    assert same_bits(run_model(model, feeds), run_model(made.model, feeds))
+
+
+def in_bfloat16(layers: int = 6) -> onnx.ModelProto:
+    """A step all of whose inputs are of a type of which ONNX Runtime's CPU kernels know no size."""
+    kind = (TensorProto.BFLOAT16, [256, 64])
+    nodes = [helper.make_node("Cast", ["x"], ["h0"], to=FLOAT)]
+    nodes += [helper.make_node("Tanh", [f"h{i}"], [f"h{i + 1}"]) for i in range(layers)]
+    for i in reversed(range(layers)):
+        read = f"g{i + 1}" if i < layers - 1 else f"h{layers}"
+        nodes.append(helper.make_node("Mul", [read, f"h{i + 1}"], [f"g{i}"]))
+    nodes.append(helper.make_node("ReduceMean", ["g0"], ["loss"], keepdims=0))
+    return model_of(nodes, {"x": kind}, {"loss": []})
+
+
+def test_a_step_whose_inputs_are_all_of_bfloat16_is_rewritten():
+    made = rewrite_model(in_bfloat16(), "70%", run_by="session", effort=1)
+    assert made.report.recomputed and made.report.control_edges
+    (size,) = (node for node in made.model.graph.node if node.op_type == "Size")
+    (cast,) = (node for node in made.model.graph.node if node.output[0] == size.input[0])
+    assert (cast.op_type, list(cast.input)) == ("Cast", ["x"])
