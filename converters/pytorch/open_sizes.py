@@ -7,14 +7,17 @@ one is never traced, since torch takes it as fixed: the forward pass runs once w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
 
-from .private_torch import ShapeEnv
+from .private_torch import Mod, PythonPrinter, ShapeEnv
 from .refusals import line_of
+from .repeated import Listing
 
 OtherSizes: TypeAlias = dict[str, dict[int, str]]
 """For each dimension, the sizes of another step, and why, in words."""
@@ -50,30 +53,46 @@ def decided(
             size = traced[name].shape[axis]
             if isinstance(size, torch.SymInt):
                 symbols[size.node.expr] = dim
+    of_dim = {dim: symbol for symbol, dim in symbols.items()}
     found: OtherSizes = {}
-    for condition, place in _conditions(env):
-        inside = [symbol for symbol in condition.free_symbols if symbol in symbols]
+    for condition, place in _conditions(env, {symbol: of_dim[dim] for symbol, dim in symbols.items()}):
+        inside = {str(symbol): symbols[symbol] for symbol in condition.free_symbols if symbol in symbols}
         if len(inside) < len(condition.free_symbols):
             continue
-        for dim in {symbols[symbol] for symbol in inside}:
+        holds = compile(PythonPrinter().doprint(condition), "condition", "eval")
+        example = {symbol: sizes[dim] for symbol, dim in inside.items()}
+        for symbol, dim in inside.items():
             for size in range(1, sizes[dim] + 1):
-                tried = {s: size if symbols[s] == dim else sizes[symbols[s]] for s in inside}
-                if str(condition.subs(tried)) == "False":
+                if not _holds(holds, example | {symbol: size}):
                     found.setdefault(dim, {}).setdefault(size, f"its code decides by the size{place}")
     return found
 
 
-def _conditions(env: ShapeEnv) -> Iterator[tuple[Any, str]]:
-    """Yield the conditions that count, and the lines of code that made them, in words."""
+def _holds(condition: CodeType, sizes: Mapping[str, int]) -> bool:
+    try:
+        return bool(eval(condition, {}, dict(sizes)))
+    except ZeroDivisionError:  # of a part, for which the size is too small
+        return False
+
+
+def _conditions(env: ShapeEnv, merged: Mapping[Any, Any]) -> Iterator[tuple[Any, str]]:
+    """Yield the different conditions that count, and the lines of code that made them, in words.
+
+    `merged` has one symbol for each dimension. What must divide a size counts in torch's code, too: a view needs it.
+    """
+    seen = set()
     for guard in env.guards:
         frame: Any = guard.sloc.framework_loc
-        condition = env.replace(guard.expr)
-        if getattr(frame, "filename", "").startswith(_INSIDE) or not condition.free_symbols:
+        condition = env.replace(guard.expr).xreplace(dict(merged))
+        is_torchs = getattr(frame, "filename", _INSIDE[0]).startswith(_INSIDE)
+        if (is_torchs and not condition.has(Mod)) or condition in seen:
             continue
-        yield condition, line_of(frame.filename, frame.lineno) if hasattr(frame, "filename") else ""
+        seen.add(condition)
+        if condition.free_symbols:
+            yield condition, "" if is_torchs else line_of(frame.filename, frame.lineno)
 
 
-def of_one(dims: Mapping[str, int], forward: Callable[[str | None], list[int]]) -> OtherSizes:
+def of_one(dims: Mapping[str, int], forward: Callable[[str | None], Listing]) -> OtherSizes:
     """Return the dimensions for which a size of one is another step.
 
     Parameters
@@ -81,15 +100,51 @@ def of_one(dims: Mapping[str, int], forward: Callable[[str | None], list[int]]) 
     dims
         Dimensions, and the example's sizes.
     forward
-        Function that runs the forward pass with a size of one for a dimension, and returns the ranks of squeezed
-        tensors.
+        Function that runs the forward pass with a size of one for a dimension, and returns its calls.
     """
     found: OtherSizes = {}
-    squeezed = forward(None) if dims else []
+    usual = forward(None) if dims else None
     for dim in dims:
         try:
-            if forward(dim) != squeezed:
-                found[dim] = {1: "its code removes dimensions of size one (squeeze)"}
+            other = forward(dim)
         except Exception as error:
             found[dim] = {1: f"its code fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            continue
+        assert usual is not None
+        if other.squeezed != usual.squeezed:
+            found[dim] = {1: "its code removes dimensions of size one (squeeze)"}
+        elif (line := _differs(_by_line(usual), _by_line(other))) is not None:
+            found[dim] = {1: f"its code decides by the size{line}"}
     return found
+
+
+_PRODUCTS = {"addmm", "baddbmm", "bmm", "dot", "mm", "mv"}
+"""Products of matrices, among which torch's code chooses by the sizes, with the same results."""
+
+_MOVES = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "clone", "detach", "empty", "empty_strided", "expand",
+    "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
+    "unsqueeze", "view",
+}  # fmt: skip
+"""Operators that move data alone, some of them not at all for a size of one."""
+
+
+def _by_line(listing: Listing) -> dict[tuple[str, str], Counter[str]]:
+    """Return the operators that compute, by module and line of the user's code."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for name, _, module, line in listing.calls:
+        space, operator, _ = name.split(".", 2)
+        if operator not in _MOVES and space != "prim":
+            found.setdefault((module, line), Counter())[operator] += 1
+    return found
+
+
+def _differs(
+    usual: Mapping[tuple[str, str], Counter[str]], other: Mapping[tuple[str, str], Counter[str]]
+) -> str | None:
+    """Return the first line that one run alone has, or at which other operators run; None if there is none."""
+    for module, line in {**usual, **other}:
+        one, two = (each.get((module, line), Counter()) for each in (usual, other))
+        if not one or not two or (one != two and not _PRODUCTS & (one | two).keys()):
+            return line or f" in module {module!r}"
+    return None

@@ -50,6 +50,8 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees every operator
     _disable_current_modes,  # computes a constant while tracing
 )
+from torch.utils._sympy.functions import Mod  # conditions on sizes
+from torch.utils._sympy.printers import PythonPrinter  # and their text
 
 __all__ = [
     "ConstantSource",
@@ -58,7 +60,9 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "Mod",
     "Operator",
+    "PythonPrinter",
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TorchDispatchMode",

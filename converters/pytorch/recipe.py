@@ -142,7 +142,8 @@ class Recipe:
         update
             Function from gradients by parameter to the new parameters and the state of each optimizer, by input name.
         owned
-            Parameters of each optimizer: one that has a gradient which overflows does not update.
+            Parameters of each optimizer: one that has a gradient which overflows does not update, and with `clip_norm`
+            none does.
         """
         own: Tensors = {}  # changes in every step, even without an update of parameters
         due: torch.Tensor | None = None
@@ -154,6 +155,8 @@ class Recipe:
             scale = self.scaling.after(torch.stack(finite).all(), values[SCALE], values[GROWTH])
             for name, value in zip((SCALE, GROWTH), scale, strict=True):
                 own[name] = value if due is None else torch.where(due, value, values[name])
+            if self.clip_norm is not None:  # one gradient that overflows is in the norm of all
+                finite = [torch.stack(finite).all() for _ in finite]
             rest = iter(finite)
             conditions = [_both(due, next(rest)) if each else due for each in owned]
         made: Tensors = {}

@@ -135,6 +135,8 @@ def updated(
     copies = {name: tensor(value).requires_grad_() for name, value in before.items()}
     given = {name: tensor(gradient) for name, gradient in gradients.items()}
     finite = {n: recipe.scaling is None or bool(gradient.isfinite().all()) for n, gradient in given.items()}
+    if recipe.clip_norm is not None:
+        finite = dict.fromkeys(finite, all(finite.values()))
     for name, gradient in given.items():
         copies[name].grad = gradient
     trained = [copies[name] for name in gradients]

@@ -22,8 +22,9 @@ import torch
 
 from onnx_remat.errors import ConversionError
 
+from .carried import Origins
 from .private_torch import FakeTensor, TorchDispatchMode, compiling, computed_now, pytree, traceback
-from .reads import Seen, called
+from .reads import Seen
 from .refusals import here
 from .rules.composites import Composites
 
@@ -47,6 +48,7 @@ class Listing(TorchDispatchMode):
     seen : Seen
     squeezed : list of int
         Ranks of the tensors that lost all their dimensions of size one.
+    origins : Origins
     """
 
     def __init__(self, origins: Origins) -> None:
@@ -54,7 +56,7 @@ class Listing(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.seen = Seen(set(), set())
         self.squeezed: list[int] = []
-        self._origins = origins
+        self.origins = origins
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -73,56 +75,10 @@ class Listing(TorchDispatchMode):
         if func._schema.is_mutable:  # spares the user's own tensors
             args, kwargs = pytree.tree_map_only(torch.Tensor, _apart, (args, kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        self._origins.computed(func, leaves, made)
+        self.origins.computed(func, args, kwargs or {}, made)
         if func is torch.ops.aten.squeeze.default:
             self.squeezed.append(made.dim())
         return made
-
-
-class Origins:
-    """For the memory of each tensor without data, the runs whose batch, weights or random draws it was computed from.
-
-    Attributes
-    ----------
-    run : int
-        Number of the current run.
-    carried : str
-        The first read of a tensor of an earlier run, in words.
-    """
-
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._inputs = {_memory(tensor) for tensor in inputs}
-        self._of: dict[int, frozenset[int]] = {}
-        self._alive: list[torch.Tensor] = []  # so that no other tensor has the same memory
-        self.run = 0
-        self.carried = ""
-
-    def of(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Return the runs that a tensor depends on."""
-        if not isinstance(tensor, FakeTensor):
-            return frozenset()
-        place = _memory(tensor)
-        return frozenset({self.run}) if place in self._inputs else self._of.get(place, frozenset())
-
-    def computed(self, func: Any, leaves: Sequence[Any], made: Any) -> None:
-        """Add the results of an operator, and what it changed in place."""
-        read = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-        runs = frozenset().union(*map(self.of, read))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            runs |= {self.run}
-        if not self.carried and min(runs, default=self.run) < self.run:
-            whose = next(tensor for tensor in read if min(self.of(tensor), default=self.run) < self.run)
-            self.carried = f"{called(whose)} of shape {list(whose.shape)}, read{here()}"
-        written = read if func._schema.is_mutable else []
-        for tensor in (*pytree.tree_leaves(made), *written):
-            if runs and isinstance(tensor, FakeTensor) and (place := _memory(tensor)) not in self._inputs:
-                self._of[place] = self._of.get(place, frozenset()) | runs
-                self._alive.append(tensor)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Return the identity of the memory that a tensor without data stands for; views share it."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +124,7 @@ def _drawing(word: int) -> Iterator[None]:
         np.random.set_state(numpys)  # noqa: NPY002
 
 
-def check(forward: Callable[[TorchDispatchMode, bool], Iterable[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Seen:
+def check(forward: Callable[[Listing, bool], Iterable[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> Seen:
     """Run a forward pass several times on tensors without data, and compare the runs.
 
     Return the tensors with data that the last compared run read.
@@ -179,7 +135,7 @@ def check(forward: Callable[[TorchDispatchMode, bool], Iterable[torch.Tensor]], 
         Function that runs the pass under a mode, and returns its results. Modules keep the numbers that it stores, and
         all else only if its second argument is false.
     inputs : sequence of torch.Tensor
-        What the step is given: its results depend on them.
+        The batch: results depend on it, and on the module's tensors.
 
     Raises
     ------

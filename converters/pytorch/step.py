@@ -150,13 +150,14 @@ class StepParts:
         return {names.new(name): value for name, value in new.items()}
 
     def forward(
-        self, values: Mapping[str, torch.Tensor], watch: TorchDispatchMode, restored: bool
+        self, values: Mapping[str, torch.Tensor], watch: repeated.Listing, restored: bool
     ) -> list[torch.Tensor]:
         """Run the forward pass alone, and return loss, the module's tensors and `wanted` parts.
 
         Plain numbers that it stores in modules stay, and other attributes that it sets, unless they are `restored`.
         """
         state = {name: values[name].clone() for name in self.own}
+        watch.origins.began(state, self.trainable)
         with traceback.annotate({"phase": "forward", "module": ""}), torch.enable_grad():
             around = as_it_was(self.model, counting=True) if restored else nullcontext()
             loss, wanted = self._loss(state, values, watch, around)

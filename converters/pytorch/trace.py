@@ -18,6 +18,7 @@ from onnx_remat.errors import ConversionError
 from .. import names
 from . import open_sizes, repeated
 from .batch import Batch
+from .carried import Origins
 from .decisions import Recorder
 from .outside import Outside
 from .private_torch import (
@@ -126,7 +127,7 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
     _check_open(named_fakes, step.batch, dynamic)
     sizes = {dim: inputs[name].shape[axis] for name, axes in dynamic.items() for axis, dim in axes.items()}
     others = open_sizes.decided(mode.shape_env, named_fakes, sizes, dynamic) if dynamic else {}
-    for dim, reasons in open_sizes.of_one(sizes, lambda dim: _squeezed(step, inputs, dynamic, dim)).items():
+    for dim, reasons in open_sizes.of_one(sizes, lambda dim: _listed(step, inputs, dynamic, dim)).items():
         others.setdefault(dim, {}).update(reasons)
     _share_paths(graph.graph)
     for node in graph.graph.nodes:  # inputs are already checked
@@ -174,7 +175,7 @@ def _check_repeated(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> Seen
     it."""
     mode, given = _differentiable(step, inputs)
     with traceback.preserve_node_meta(), eager_kernels(), mode, as_it_was(step.model):
-        return repeated.check(partial(step.forward, given), list(given.values()))
+        return repeated.check(partial(step.forward, given), [given[name] for name in step.batch.names])
 
 
 def _differentiable(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -186,20 +187,19 @@ def _differentiable(step: StepParts, inputs: Mapping[str, torch.Tensor]) -> tupl
     }
 
 
-def _squeezed(
+def _listed(
     step: StepParts, inputs: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]], dim: str | None
-) -> list[int]:
-    """Run the forward pass without data, with a size of one for a dynamic dimension; return the ranks of what is
-    squeezed."""
+) -> repeated.Listing:
+    """Run the forward pass without data, with a size of one for a dynamic dimension, and return its calls."""
     given = dict(inputs)
     for name, axes in dynamic.items():
         for axis in (axis for axis, own in axes.items() if own == dim):
             given[name] = given[name].narrow(axis, 0, 1)
     mode, fakes = _differentiable(step, given)
-    listing = repeated.Listing(repeated.Origins([]))
-    with eager_kernels(), mode, as_it_was(step.model):
+    listing = repeated.Listing(Origins([]))
+    with eager_kernels(), mode, as_it_was(step.model), traceback.preserve_node_meta():
         step.forward(fakes, listing, restored=True)
-    return listing.squeezed
+    return listing
 
 
 def _check_open(traced: Mapping[str, torch.Tensor], batch: Batch, dynamic: Mapping[str, Mapping[int, str]]) -> None:

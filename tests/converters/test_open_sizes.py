@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+
 import pytest
 
 pytest.importorskip("torch")
@@ -41,6 +44,9 @@ CASES = {
     "even": (even, {9: "decides by the size", 7: "decides by the size"}, [8]),
     "norm": (lambda self, y: self.norm(y), {1: "fails: ValueError: Expected more than 1 value"}, [9, 2]),
     "squeeze": (lambda _, y: y.unsqueeze(1).squeeze(), {1: "fails: "}, [9, 2]),
+    "skipped": (lambda self, y: self.norm(y) if y.shape[0] > 1 else y, {1: "decides by the size at .*skipped"}, [9, 2]),
+    "one_line": (lambda _, y: y.sin() if y.shape[0] > 1 else y, {1: "decides by the size at .*one_line"}, [9, 2]),
+    "products": (lambda _, y: torch.einsum("bi,bi->bi", y, y) + torch.einsum("bi,bj->bj", y, y), {}, [9, 1]),
     "plain": (lambda self, y: self.inner(y), {}, [9, 1]),
 }
 
@@ -84,4 +90,43 @@ def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
 
     both = {f"input.{index}": {0: "batch", 1: "length"} for index in range(2)}
     batch = torch.arange(30).reshape(6, 5) % 9, torch.arange(30).reshape(6, 5) % 4
-    export_training_step(Positions(), batch, loss, dynamic_dims=both)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_training_step(Positions(), batch, loss, dynamic_dims=both)
+
+
+def test_sizes_that_a_view_cannot_divide_are_refused():
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.last = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+        def forward(self, x):
+            h = self.words(x)
+            pairs = h.view(x.shape[0], -1, 2, 8)
+            return self.last((pairs + pairs.mean(2, keepdim=True)).reshape(h.shape))
+
+    def loss(made, target):
+        return cross_entropy(made.flatten(0, 1), target.flatten())
+
+    model, texts = Pairs(), torch.arange(32).reshape(4, 8) % 9
+    open_length = {f"input.{index}": {1: "length"} for index in range(2)}
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with budgeted(model, loss, optimizer, (texts, texts), dynamic_dims=open_length, progress=False) as step:
+        for length in (6, 2):
+            given = texts[:, :length]
+            assert step((given, given)) == pytest.approx(loss(model(given), given).item(), rel=1e-5)
+        with pytest.raises(UsageError, match=r"length is 5, .*decides by the size"):
+            step((texts[:, :5], texts[:, :5]))
+
+
+def test_many_sizes_are_tried_at_once():
+    def at_least(_, y):
+        assert y.shape[0] > 3
+        return y
+
+    batch = torch.randn(200_000, 4), torch.arange(200_000) % 4
+    began = time.process_time()
+    with pytest.warns(UserWarning, match="wrong where batch is 2, 3: for these, its code decides"):
+        export_training_step(Block(at_least), batch, cross_entropy, dynamic_dims=OPEN, check=False)
+    assert time.process_time() - began < 20  # with symbols in place of numbers a minute

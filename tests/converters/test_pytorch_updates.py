@@ -324,3 +324,18 @@ def test_an_overflow_skips_the_update_of_its_own_optimizer_alone(accumulate):
         assert step.extra["state.scaler.scale"] == scalers[1].get_scale()
     for own, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, expected)
+
+
+def test_with_a_norm_of_all_gradients_an_overflow_skips_every_update():
+    """One that overflows makes the norm infinite, and clipped gradients NaN."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model.forward = lambda x, factor: model[0](x).pow(2).mean() + (model[1](x) * factor).mean()
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
+    scaler, x = torch.amp.GradScaler("cpu", init_scale=2.0**16), torch.randn(3, 4)
+    step = budgeted(model, None, optimizers, (x, torch.ones(())), scaler=scaler, clip_norm=1.0, progress=False)
+    before = copy.deepcopy(model.state_dict())
+    step((x, torch.tensor(torch.inf)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    step((x, torch.ones(())))
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())

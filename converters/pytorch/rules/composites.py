@@ -299,8 +299,7 @@ def _replace(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """``tensor.data = value``, which a trace does not see."""
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotImplementedError("an assignment to .data of another shape or dtype")
-    with torch.no_grad():
-        tensor.copy_(value)
+    tensor.data.copy_(value)
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -36,9 +37,13 @@ def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 @rule(aten.atan2.default)
 def atan2(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """All four quadrants; zeros count as positive."""
-    at_axis = torch.where(y > 0, math.pi / 2, torch.where(y < 0, -math.pi / 2, 0.0))
-    left = torch.where(y >= 0, math.pi, -math.pi)
-    return torch.where(x == 0, at_axis, (y / x).atan() + torch.where(x < 0, left, 0.0)).to(y.dtype)
+    if not (y.is_floating_point() or x.is_floating_point()):
+        y, x = y.float(), x.float()
+    kind = torch.result_type(y, x)
+    zero, half = (torch.full([], angle, dtype=kind) for angle in (0.0, math.pi / 2))
+    at_axis = torch.where(y > 0, half, torch.where(y < 0, -half, zero))
+    left = torch.where(y >= 0, 2 * half, -2 * half)
+    return torch.where(x == 0, at_axis, (y / x).atan() + torch.where(x < 0, left, zero))
 
 
 @rule(aten.log1p.default)
@@ -142,8 +147,10 @@ def _other_side(rest: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
 
 
 @rule(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+def floor_divide(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
     """Of floats by their exact remainder."""
+    if not isinstance(x, torch.Tensor):
+        return torch.floor_divide(_number(x, y), y)
     if not x.is_floating_point() and not isinstance(y, float):
         return NotImplemented
     if not isinstance(y, torch.Tensor):
@@ -154,11 +161,18 @@ def floor_divide(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
 
 
 @rule(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div(x: torch.Tensor, y: torch.Tensor | float, rounding_mode: str | None) -> torch.Tensor:
+def div(x: torch.Tensor | float, y: torch.Tensor | float, rounding_mode: str | None) -> torch.Tensor:
     """Of integers without floats between, which are exact to 2^24 only."""
+    if not isinstance(x, torch.Tensor):
+        return torch.div(_number(x, y), y, rounding_mode=rounding_mode)
     whole = not any(v.is_floating_point() if isinstance(v, torch.Tensor) else isinstance(v, float) for v in (x, y))
     if rounding_mode == "floor":
         return torch.floor_divide(x, y)
     if rounding_mode == "trunc" and whole:
         return torch.floor_divide(x - torch.fmod(x, y), y)
     return NotImplemented
+
+
+def _number(x: float, y: Any) -> torch.Tensor:
+    """Return a number as a tensor of the type of its quotient by a tensor."""
+    return torch.full([], x, dtype=torch.result_type(x, y))
