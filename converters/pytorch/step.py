@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -206,7 +206,7 @@ _ORDERED = (list, deque)
 
 def _holds(value: Any) -> bool:
     """Return whether an attribute is a container that a run may fill: the module's parameters, a cache."""
-    return isinstance(value, (dict, set, *_ORDERED))
+    return type(value) in (dict, OrderedDict, defaultdict, set, *_ORDERED)  # a subclass may refuse to be cleared
 
 
 @contextmanager
