@@ -6,7 +6,7 @@ forward pass and the loss, with every variable as an input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,10 +130,7 @@ class _Forward:
 def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, training: bool) -> _Forward:
     variables: dict[str, Any] = {}  # their paths need not differ
     for variable in (*model.trainable_variables, *model.non_trainable_variables):
-        name = variable.path
-        while name in variables:
-            name += "_"
-        variables[name] = variable
+        variables[_unused(variable.path, variables)] = variable
     called = {id(variable): name for name, variable in variables.items()}
     seeds = [name for name, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
     if training and seeds:
@@ -183,9 +180,7 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
     variables: dict[str, tuple[Any, str]] = {}
     for variable in concrete.graph.variables:
         inside = captured[id(variable.handle)]
-        name = variable.name.partition(":")[0]
-        while name in variables:
-            name += "_"
+        name = _unused(variable.name.partition(":")[0], variables)
         if inside in constants:
             variables[name] = variable, inside
     values = {name: np.asarray(variable) for name, (variable, _) in variables.items()}
@@ -202,6 +197,13 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
         return (_scalar(tf, output, target, loss),)
 
     return _Forward(values, trained, [], step)
+
+
+def _unused(name: str, taken: Container[str]) -> str:
+    """Return the name, with underscores if it is taken."""
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _split(batch: list[Any], loss: Loss | None) -> tuple[list[Any], Any]:
