@@ -138,6 +138,10 @@ class Accounting(ABC):
         """Return the memory of a file with ONNX Runtime's arena; 0 where the budget does not cover the arena."""
         return 0
 
+    def bookkeeping_of(self, footprint: Footprint | None) -> int:
+        """Return the bookkeeping of a file, in bytes."""
+        return footprint.books if footprint else self.bookkeeping
+
     def prices_kernels(self) -> bool:
         """Does the price of a recompute assume that it is part of a kernel?"""
         return False

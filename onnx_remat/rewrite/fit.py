@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal, SessionMemory, simulated_levels
+from onnx_remat.rewrite.accounting import MARGIN, Goal, SessionMemory, simulated_levels
 from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, TooLittleTime, first_look, make_plan, no_lower
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
@@ -146,91 +146,67 @@ def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitt
 
 
 def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
-    """Plan, write and simulate the file, until it is within the budget.
+    """Plan, write and simulate the file, until it is within the budget; see `_Targets` for what is tried.
 
-    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
-    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
-    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
-    node adds bookkeeping: where files get larger and no plan is tighter, the search goes on above the targets before.
     No plan begins if its file could not be simulated before `deadline`: each leaves the time that the previous file
     took to write and simulate, `seconds_per_file` seconds at first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
-    target, fits_at, misses_at = _first_target(goal), 0, 0
-    highest, grown = 0, 0  # of the targets that were tightened; files in a row that were larger than one before
-    peaks: list[int] = []
+    targets = _Targets(goal, _first_target(goal))
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
     refused: BudgetInfeasibleError | None = None
     whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS + _MOST_GROWN):
-        if len(peaks) == _MOST_PLANS or (plans and deadline.ends_within(seconds_per_file)):
+        if len(targets.files) == _MOST_PLANS or (plans and deadline.ends_within(seconds_per_file)):
             break
+        target = targets.next
         with work.stage("plan"):
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_PLAN_SHARE
-                part = _LATER_PLAN_EFFORT if plans and not whole else 1.0
+                part = _LATER_PLAN_EFFORT if plans and not (whole or targets.above) else 1.0
                 less = replace(options, effort=options.work_seconds() * part) if part < 1 else options
-                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), (*known, *plans))
+                starts = (*known, *plans[targets.above :])
+                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
                 _log.info("target %s: %s", format_bytes(target), refusal)
                 if not plans and target < goal.target():  # no wonder
-                    target = goal.target()
-                    continue
-                if not plans and (refused or memory.floor > target or not memory.saved_by_runtime):
+                    targets.next = goal.target()
+                elif not plans and (refused or memory.floor > target or not memory.saved_by_runtime):
                     raise refused or refusal from None
-                if not plans:  # the file may take less than its plan by as much as the original does
-                    refused, target = refusal, target + memory.saved_by_runtime
-                    continue
-                if grown == _MOST_GROWN and not fits_at:
-                    fits_at, target, misses_at = _above(highest, memory)
-                    continue
-                if best is None and not whole:
+                elif not plans:  # the file may take less than its plan by as much as the original does
+                    refused, targets.next = refusal, target + memory.saved_by_runtime
+                elif targets.may_go_above():
+                    targets.go_above()
+                elif best is None and not whole:
                     whole = True
-                    continue
-                grown += grown > 0
-                if best is not None or not target < misses_at * _CLOSE_ENOUGH:
+                elif best is not None or not targets.go_between():
                     break
-                target = (target + misses_at) // 2
                 continue
         began = time.monotonic()
         worst, made = _written_and_simulated(plan, goal, target, work, direct)
         seconds_per_file = _RESERVE_PER_FILE * (time.monotonic() - began)
-        peaks.append(worst)
         _log.info(
             "target %s: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(target),
             format_bytes(plan.timeline.peak), 100 * plan.extra_compute, format_bytes(worst), format_bytes(allowed),
         )  # fmt: skip
-        grown = grown + 1 if worst > min(peaks) else 0
-        if worst > allowed and not fits_at and grown == _MOST_GROWN:
-            fits_at, target, misses_at = _above(highest, memory)
-        elif worst > allowed:  # less by the excess, and less than the peak of this plan
-            misses_at, highest = min(target, plan.timeline.peak), max(highest, target)
-            target = min(memory.tighter(target, worst, allowed), misses_at - 1)
-            if fits_at:
-                target = (fits_at + misses_at) // 2
-        else:
-            fits_at = target
-            if best is None or made.preference() < best.preference():
-                best = made
-            unused = allowed - worst
-            if plan.extra_compute <= 0:  # there is nothing to gain from a larger target
-                break
-            if memory.is_used_up(unused, allowed, missed=misses_at > 0):
-                break
-            target = (fits_at + misses_at) // 2 if misses_at else target + unused
-        if fits_at > misses_at * _CLOSE_ENOUGH > 0:
+        if worst <= allowed and (best is None or made.preference() < best.preference()):
+            best = made
+        if worst <= allowed and plan.extra_compute <= 0:  # there is nothing to gain from a larger target
+            break
+        if not targets.go_on(worst, plan.timeline.peak, memory.bookkeeping_of(made.footprint)):
             break
     unsure = best is not None and memory.prices_kernels() and best.plan.extra_compute > 0
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
-        best = _unlike(best, replace(goal, alone=True), fits_at, work, seconds_per_file, (*known, *plans), direct)
+        starts = (*known, *plans)
+        best = _unlike(best, replace(goal, alone=True), targets.kept, work, seconds_per_file, starts, direct)
     if best is not None:
         return best
     if refused:
         raise refused
-    lowest, holds = min(peaks), " with its arena" if options.arena else ""
+    lowest, holds = min(targets.files), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it",
         int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
@@ -239,13 +215,95 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     )  # fmt: skip
 
 
-def _above(tight: int, memory: Accounting) -> tuple[int, int, int]:
-    """Return a target that is too tight, the next one above it, and a limit for those that follow.
+@dataclass(slots=True)
+class _Targets:
+    """The peaks, in bytes, that the plans for one budget are made for, one after the other.
 
-    The limit is higher by the share that the runtime saves of the original's plan.
+    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
+    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
+    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
+    node adds bookkeeping: where files get larger, or that bookkeeping is what exceeds the budget, and no plan is
+    tighter, the search goes on above the targets before, with none of their plans, which recompute too much.
+
+    Attributes
+    ----------
+    next : int
+        The next plan's target.
+    kept, missed : int
+        The largest target whose file keeps the budget, or one that is too tight; the least whose file exceeds it, or a
+        limit. 0 where there is none.
+    highest : int
+        Of the targets that were tightened.
+    grown : int
+        Files, or missing plans, in a row that were larger than one before.
+    above : int
+        How many files there were when the search went on above; 0 before.
+    limited : bool
+        Is `missed` a limit, for which there is no file?
+    added : bool
+        Does the last file exceed the budget by less than the bookkeeping that its recomputed nodes add?
+    files : list of int
+        What the files take.
     """
-    limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
-    return tight, (tight + limit) // 2, limit
+
+    goal: Goal
+    next: int
+    kept: int = 0
+    missed: int = 0
+    highest: int = 0
+    grown: int = 0
+    above: int = 0
+    limited: bool = False
+    added: bool = False
+    files: list[int] = field(default_factory=list)
+
+    def may_go_above(self) -> bool:
+        """Return whether targets above those that were tried are left to try."""
+        return not self.kept and (self.grown == _MOST_GROWN or self.added)
+
+    def go_above(self) -> None:
+        """Take a target above the ones before, up to a limit: more by what the runtime saves of the original's plan."""
+        memory, tight = self.goal.memory, self.highest
+        limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
+        self.kept, self.next, self.missed = tight, (tight + limit) // 2, limit
+        self.above, self.limited = len(self.files), True
+
+    def go_between(self) -> bool:
+        """Take a target between one without a plan and the least that is too large; return whether there is any."""
+        self.grown += self.grown > 0
+        if not self.next < self.missed * _CLOSE_ENOUGH:
+            return False
+        self.next = (self.next + self.missed) // 2
+        return True
+
+    def go_on(self, file: int, peak: int, bookkeeping: int) -> bool:
+        """Choose the target after a file, and return whether a further plan may be better.
+
+        Parameters
+        ----------
+        file, peak, bookkeeping : int
+            Bytes that the file takes, its plan's peak, and the part of `file` that is bookkeeping.
+        """
+        memory, allowed, target = self.goal.memory, self.goal.allowed, self.next
+        self.files.append(file)
+        self.grown = self.grown + 1 if file > min(self.files) else 0
+        self.added = bookkeeping - memory.bookkeeping > file - allowed > 0
+        if file <= allowed:
+            self.kept, self.missed, self.limited = target, 0 if self.limited else self.missed, False
+            if memory.is_used_up(allowed - file, allowed, missed=self.missed > 0):
+                return False
+            self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
+        elif not self.kept and self.grown == _MOST_GROWN:
+            self.go_above()
+        elif self.above and self.added and self.kept == self.highest:
+            self.kept = self.highest = target
+            self.next = (target + self.missed) // 2
+        else:  # less by the excess, and less than the peak of this plan
+            self.missed, self.highest, self.limited = min(target, peak), max(self.highest, target), False
+            self.next = min(memory.tighter(target, file, allowed), self.missed - 1)
+            if self.kept:
+                self.next = (self.kept + self.missed) // 2
+        return not self.kept > self.missed * _CLOSE_ENOUGH > 0
 
 
 def _unlike(

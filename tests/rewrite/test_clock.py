@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,7 +107,8 @@ def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
         return plan
 
     monkeypatch.setattr(fit, "make_plan", slow)
-    monkeypatch.setattr(fit, "_written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, None))
+    missed = SimpleNamespace(footprint=None)
+    monkeypatch.setattr(fit, "_written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, missed))
     with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
         onnx_remat.rewrite_model(model, "90%", time_limit=2.5, fuse=False)
     assert made == [100.0, 101.0, 102.0]

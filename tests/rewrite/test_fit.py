@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.rewrite import fit
@@ -41,3 +43,32 @@ def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(
     model = chain(16, 1024, 64)
     assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
     assert efforts[1] < efforts[0] == efforts[2]
+
+
+def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch):
+    """The first file exceeds the budget by less than its recomputed nodes add, and nothing tighter is found.
+
+    What follows starts from no plan before, as those recompute too much.
+    """
+    tried, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
+
+    def planned(goal, target, options, deadline, starts):
+        tried.append((target, starts))
+        if len(tried) == 2:
+            raise BudgetInfeasibleError("none found", 0, 0)
+        return make_plan(goal, target, options, deadline, starts)
+
+    def taken(plan, goal, *rest):
+        worst, made = as_file(plan, goal, *rest)
+        if len(tried) > 1:
+            return worst, made
+        books = replace(made.footprint, books=goal.memory.bookkeeping + 2000)
+        return goal.allowed + 1000, replace(made, footprint=books)
+
+    monkeypatch.setattr(fit, "make_plan", planned)
+    monkeypatch.setattr(fit, "_written_and_simulated", taken)
+    model = chain(16, 1024, 64)
+    assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
+    (first, _), (tighter, starts), (above, fresh), *_ = tried
+    assert tighter < first < above
+    assert len(starts) == 1 and not fresh
