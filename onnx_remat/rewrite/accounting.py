@@ -7,7 +7,7 @@ Runtime's own sessions (`SessionMemory`). Everything that differs between the tw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from onnx_remat.memory import buffers
-from onnx_remat.memory.problem import Floats, Problem
+from onnx_remat.memory.problem import Floats, Longs, Problem, Schedule
 from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed
@@ -30,11 +30,13 @@ from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.session.slab_layout import workspace
+from onnx_remat.write import private_buffers
 
 MARGIN = 0.01
 """Fraction of the budget kept free for allocator rounding and bookkeeping that no plan contains."""
 
 _UNPREDICTED = 0.004  # headroom on a loop's prediction: networks of up to 3,600 nodes took at most 0.3 % more
+_CORRECTED = 0.001  # fraction of the budget kept free by plans whose problem has what files take
 _TARGET_SHRINK = 0.998  # of the target in proportion: a file seldom shrinks as much as its plan
 
 
@@ -145,6 +147,23 @@ class Accounting(ABC):
     def prices_kernels(self) -> bool:
         """Does the price of a recompute assume that it is part of a kernel?"""
         return False
+
+    def corrections(self, schedule: Schedule, occurrences: Sequence[str], footprint: Footprint) -> Longs | None:
+        """Return the bytes that a file takes beyond its plan while each op runs; None where that is not known.
+
+        With the corrections as workspace the plan has the peak that its file takes, and so, nearly, has one like it:
+        the next plan is made for what really runs, where a kernel's inner values have no buffer.
+
+        Parameters
+        ----------
+        schedule : Schedule
+            The plan.
+        occurrences : sequence of str
+            Names of the values in the file, as in `Rewritten`.
+        footprint : Footprint
+            What the file takes.
+        """
+        return None
 
     @abstractmethod
     def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
@@ -302,6 +321,23 @@ class LoopMemory(Accounting):
     def prices_kernels(self) -> bool:
         return self.cost is not None
 
+    def corrections(self, schedule: Schedule, occurrences: Sequence[str], footprint: Footprint) -> Longs | None:
+        if self.moving is not None:
+            return None
+        problem, order = self.planned(), schedule.array()
+        takes, unrolled = np.full(len(order), -1, np.int64), private_buffers.unroll(self.compiled.problem, schedule)
+        for name, step in zip(occurrences, unrolled.step.tolist(), strict=True):
+            takes[step] = max(takes[step], footprint.in_use.get(name, -1))
+        following = highest = max(footprint.in_use.values(), default=0)
+        for step in reversed(range(len(takes))):  # a node that is missing is part of a later one
+            following = takes[step] = takes[step] if takes[step] >= 0 else following
+        takes = ((takes + footprint.total - highest) * (1 + _UNPREDICTED)).astype(np.int64)
+        beyond = takes - buffers.simulate(problem, schedule).step_bytes
+        found = np.zeros(problem.n_ops, np.int64)
+        rising = np.argsort(takes, kind="stable")  # of the occurrences of an op, the last one is written
+        found[order[rising]] = beyond[rising]
+        return found
+
     def tighter(self, target: int, taken: int, budget: int) -> int:
         return target - (taken - budget)
 
@@ -314,15 +350,31 @@ class LoopMemory(Accounting):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A budget in bytes, and the memory that it covers; `alone`: price no node as part of a kernel."""
+    """A budget in bytes, and the memory that it covers.
+
+    Attributes
+    ----------
+    allowed : int
+    memory : Accounting
+    alone : bool
+        Price no node as part of a kernel.
+    corrections : int64 (n_ops,) or None
+        As of `Accounting.corrections`.
+    """
 
     allowed: int
     memory: Accounting
     alone: bool = False
+    corrections: Longs | None = None
 
     def target(self) -> int:
         """Return the peak that plans are made for."""
-        return self.memory.target(self.allowed)
+        return self.memory.target(self.allowed) if self.corrections is None else int(self.allowed * (1 - _CORRECTED))
+
+    def planned(self) -> Problem:
+        """Return the problem that selectors solve."""
+        problem = self.memory.planned(self.alone)
+        return problem if self.corrections is None else replace(problem, workspace=problem.workspace + self.corrections)
 
 
 def smallest_budget(peak: int, bookkeeping: int = 0) -> int:

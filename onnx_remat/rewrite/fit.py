@@ -8,13 +8,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
+from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.messages import Message, Setting
 from onnx_remat.options import Options
@@ -22,7 +23,17 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import MARGIN, Goal, SessionMemory, simulated_levels
-from onnx_remat.rewrite.plans import REFUSAL_HEADROOM, Plan, Refusal, TooLittleTime, first_look, make_plan, no_lower
+from onnx_remat.rewrite.plans import (
+    REFUSAL_HEADROOM,
+    SEARCHES,
+    Plan,
+    Refusal,
+    TooLittleTime,
+    first_look,
+    make_plan,
+    no_lower,
+)
+from onnx_remat.rewrite.targets import MOST_GROWN, Targets, first_target
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
@@ -34,14 +45,15 @@ from onnx_remat.write.rounding import Direct
 _log = logging.getLogger(__name__)
 
 _NEAR_PEAK = 0.97  # of the target: steps above this count as peaks in the search for buffers whose sharing raises them
-_CLOSE_ENOUGH = 0.98  # of a target that was too large: a target that fits and is this near ends the search
 _TOLERATED_DELAY_SECONDS = 1.0  # seconds; an answer this late is better than none
 _ADVISED_TIME_FACTOR = 2.0  # factor on the missing time that a refusal advises
 _RESERVE_PER_FILE = 1.3  # times what the last file took: time reserved to write and simulate the next
-_EXPECTED_RECOMPUTE_SHARE = 0.14  # recomputed nodes of a file, as a share of the graph's, for a first guess
-_MOST_GROWN = 2  # larger files, or missing plans, in a row: then the search goes on above the targets before
 _MOST_PLANS = 6  # most plans for one budget, where files miss a budget that their plans keep
 _FIRST_PLAN_SHARE = 0.75  # of the time limit for the first plan: its file may miss the budget
+_MOST_CORRECTED, _MOST_IDLE = 4, 2  # most plans with corrections from one file, and those in a row that gain nothing
+_CORRECTED_EFFORT = 1.0  # of the effort for each of them
+_CORRECTED_OPS = 4_000  # of the largest step with such plans: files of larger ones take long to simulate
+_LEAST_CORRECTED_EFFORT = 3.0  # seconds of effort for each of them, or the whole effort if it is less
 _LATER_PLAN_EFFORT = 0.5  # of the effort for each later plan, which starts from the ones before, until one is not found
 
 
@@ -132,7 +144,7 @@ def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitt
     BudgetInfeasibleError
         No plan was found.
     """
-    direct, first, deadline = Direct.of(goal.memory.compiled), _first_target(goal), work.deadline
+    direct, first, deadline = Direct.of(goal.memory.compiled), first_target(goal), work.deadline
     for target in dict.fromkeys((first, goal.target())):
         with work.stage("plan"):
             try:
@@ -146,19 +158,20 @@ def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitt
 
 
 def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
-    """Plan, write and simulate the file, until it is within the budget; see `_Targets` for what is tried.
+    """Plan, write and simulate the file, until it is within the budget; see `Targets` for what is tried.
 
     No plan begins if its file could not be simulated before `deadline`: each leaves the time that the previous file
     took to write and simulate, `seconds_per_file` seconds at first.
     """
     allowed, memory, options, deadline = goal.allowed, goal.memory, work.options, work.deadline
-    targets = _Targets(goal, _first_target(goal))
+    targets = Targets(goal, first_target(goal))
     plans: tuple[Schedule, ...] = ()
     best: Fitted | None = None
+    missed: Fitted | None = None  # the best file that exceeds the budget
     refused: BudgetInfeasibleError | None = None
     whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
-    for _ in range(_MOST_PLANS + _MOST_GROWN):
+    for _ in range(_MOST_PLANS + MOST_GROWN):
         if len(targets.files) == _MOST_PLANS or (plans and deadline.ends_within(seconds_per_file)):
             break
         target = targets.next
@@ -194,6 +207,8 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
         )  # fmt: skip
         if worst <= allowed and (best is None or made.preference() < best.preference()):
             best = made
+        if worst > allowed and (missed is None or made.preference() < missed.preference()):
+            missed = made
         if worst <= allowed and plan.extra_compute <= 0:  # there is nothing to gain from a larger target
             break
         if not targets.go_on(worst, plan.timeline.peak, memory.bookkeeping_of(made.footprint)):
@@ -202,6 +217,11 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
         starts = (*known, *plans)
         best = _unlike(best, replace(goal, alone=True), targets.kept, work, seconds_per_file, starts, direct)
+    correctable = options.selector in SEARCHES and memory.compiled.problem.n_ops <= _CORRECTED_OPS
+    if correctable and (best is None or best.plan.extra_compute > 0):
+        for base in filter(None, (best, missed)):
+            if base is best or best is None or base.preference() < best.preference():
+                best = _corrected(best, base, goal, work, seconds_per_file, (*known, *plans), direct)
     if best is not None:
         return best
     if refused:
@@ -213,97 +233,6 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
         no_lower(memory.budget_for(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
         first_look(goal, options, deadline), finds=f", but the best file takes {format_bytes(lowest)}",
     )  # fmt: skip
-
-
-@dataclass(slots=True)
-class _Targets:
-    """The peaks, in bytes, that the plans for one budget are made for, one after the other.
-
-    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
-    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
-    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
-    node adds bookkeeping: where files get larger, or that bookkeeping is what exceeds the budget, and no plan is
-    tighter, the search goes on above the targets before, with none of their plans, which recompute too much.
-
-    Attributes
-    ----------
-    next : int
-        The next plan's target.
-    kept, missed : int
-        The largest target whose file keeps the budget, or one that is too tight; the least whose file exceeds it, or a
-        limit. 0 where there is none.
-    highest : int
-        Of the targets that were tightened.
-    grown : int
-        Files, or missing plans, in a row that were larger than one before.
-    above : int
-        How many files there were when the search went on above; 0 before.
-    limited : bool
-        Is `missed` a limit, for which there is no file?
-    added : bool
-        Does the last file exceed the budget by less than the bookkeeping that its recomputed nodes add?
-    files : list of int
-        What the files take.
-    """
-
-    goal: Goal
-    next: int
-    kept: int = 0
-    missed: int = 0
-    highest: int = 0
-    grown: int = 0
-    above: int = 0
-    limited: bool = False
-    added: bool = False
-    files: list[int] = field(default_factory=list)
-
-    def may_go_above(self) -> bool:
-        """Return whether targets above those that were tried are left to try."""
-        return not self.kept and (self.grown == _MOST_GROWN or self.added)
-
-    def go_above(self) -> None:
-        """Take a target above the ones before, up to a limit: more by what the runtime saves of the original's plan."""
-        memory, tight = self.goal.memory, self.highest
-        limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
-        self.kept, self.next, self.missed = tight, (tight + limit) // 2, limit
-        self.above, self.limited = len(self.files), True
-
-    def go_between(self) -> bool:
-        """Take a target between one without a plan and the least that is too large; return whether there is any."""
-        self.grown += self.grown > 0
-        if not self.next < self.missed * _CLOSE_ENOUGH:
-            return False
-        self.next = (self.next + self.missed) // 2
-        return True
-
-    def go_on(self, file: int, peak: int, bookkeeping: int) -> bool:
-        """Choose the target after a file, and return whether a further plan may be better.
-
-        Parameters
-        ----------
-        file, peak, bookkeeping : int
-            Bytes that the file takes, its plan's peak, and the part of `file` that is bookkeeping.
-        """
-        memory, allowed, target = self.goal.memory, self.goal.allowed, self.next
-        self.files.append(file)
-        self.grown = self.grown + 1 if file > min(self.files) else 0
-        self.added = bookkeeping - memory.bookkeeping > file - allowed > 0
-        if file <= allowed:
-            self.kept, self.missed, self.limited = target, 0 if self.limited else self.missed, False
-            if memory.is_used_up(allowed - file, allowed, missed=self.missed > 0):
-                return False
-            self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
-        elif not self.kept and self.grown == _MOST_GROWN:
-            self.go_above()
-        elif self.above and self.added and self.kept == self.highest:
-            self.kept = self.highest = target
-            self.next = (target + self.missed) // 2
-        else:  # less by the excess, and less than the peak of this plan
-            self.missed, self.highest, self.limited = min(target, peak), max(self.highest, target), False
-            self.next = min(memory.tighter(target, file, allowed), self.missed - 1)
-            if self.kept:
-                self.next = (self.kept + self.missed) // 2
-        return not self.kept > self.missed * _CLOSE_ENOUGH > 0
 
 
 def _unlike(
@@ -333,15 +262,47 @@ def _unlike(
     return other if taken <= goal.allowed and other.preference() < best.preference() else best
 
 
-def _first_target(goal: Goal) -> int:
-    """Return the first target: lower where the bookkeeping of recomputed nodes will exceed the margin."""
-    memory = goal.memory
-    bookkeeping = int(_EXPECTED_RECOMPUTE_SHARE * memory.bookkeeping_per_node * memory.compiled.problem.n_ops)
-    margin = int(MARGIN * goal.allowed)
-    if bookkeeping < 2 * margin:
-        return goal.target()
-    lowered = goal.target() - bookkeeping + margin
-    return lowered if lowered > memory.floor else goal.target()
+def _corrected(
+    best: Fitted | None,
+    base: Fitted,
+    goal: Goal,
+    work: Work,
+    seconds_per_file: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
+) -> Fitted | None:
+    """Return the best file: of plans for what files take op by op, first what `base` takes, then the one before each.
+
+    Where that file exceeds the budget, the next target is lower by as much, up to the margin.
+    """
+    memory, allowed, idle, excess = goal.memory, goal.allowed, 0, 0
+    seconds = work.options.work_seconds()
+    less = replace(work.options, effort=max(seconds * _CORRECTED_EFFORT, min(seconds, _LEAST_CORRECTED_EFFORT)))
+    for _ in range(_MOST_CORRECTED):
+        if base.footprint is None or idle == _MOST_IDLE or work.deadline.ends_within(seconds_per_file):
+            break
+        found = memory.corrections(base.plan.schedule, base.written.occurrences, base.footprint)
+        if found is None:
+            break
+        closer, known = replace(goal, corrections=found), (*known, base.plan.schedule)
+        with work.stage("plan"):
+            try:
+                clock = work.deadline.sooner(seconds_per_file, 1.0)
+                plan = make_plan(closer, closer.target() - excess, less, clock, known)
+            except BudgetInfeasibleError:
+                break
+        if plan.schedule in known:
+            break
+        plan = replace(plan, timeline=simulate(memory.planned(), plan.schedule))
+        taken, base = _written_and_simulated(plan, goal, plan.timeline.peak, work, direct)
+        _log.info(
+            "corrected: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(plan.timeline.peak),
+            100 * plan.extra_compute, format_bytes(taken), format_bytes(allowed),
+        )  # fmt: skip
+        excess = min(max(taken - allowed, 0), int(MARGIN * allowed))
+        better = taken <= allowed and (best is None or base.preference() < best.preference())
+        best, idle = (base, 0) if better else (best, idle + 1)
+    return best
 
 
 def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_file: float) -> None:

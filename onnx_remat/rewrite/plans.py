@@ -20,7 +20,9 @@ from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal
 from onnx_remat.units import format_bytes
 from onnx_remat.write.realize import settle
 
-_ANYTIME = ("search", "auto", "exact")  # selectors that use all the time they are given
+SEARCHES = ("search", "auto", "exact")
+"""Selectors that use all the time they are given, and plans that are known."""
+
 REFUSAL_HEADROOM = 1.02  # headroom on the advised budget: another search may not find the same plan
 _ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
 
@@ -83,7 +85,7 @@ def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
 
 def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
     """Return the selector's plan, even above the target; `more` are fields of `request.Request`."""
-    compiled, problem = goal.memory.compiled, goal.memory.planned(goal.alone)
+    compiled, problem = goal.memory.compiled, goal.planned()
     order = moves.adjoined(compiled.problem, compiled.default_order().order).order
     baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
@@ -176,7 +178,7 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[st
             f"budget {format_bytes(allowed)} is impossible: below {format_bytes(least)} ({format_bytes(floor)} of "
             f"tensors, {kept}{MARGIN:.0%} kept free) there is no plan, which is proved"
         ), ""
-    within = Message(" with {}", options.bounded_by()) if options.selector in _ANYTIME else ""
+    within = Message(" with {}", options.bounded_by()) if options.selector in SEARCHES else ""
     finds = f": the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
     if found >= memory.original_bytes:
         finds = f": selector {options.selector!r} finds nothing lower than the model as it is"
@@ -185,7 +187,7 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[st
 
 def _lower(options: Options) -> Setting:
     """Return the setting that may reach a lower budget."""
-    return options.bounded_by(_ADVISED_EFFORT_FACTOR) if options.selector in _ANYTIME else Setting("selector", "auto")
+    return options.bounded_by(_ADVISED_EFFORT_FACTOR) if options.selector in SEARCHES else Setting("selector", "auto")
 
 
 def no_lower(least: int) -> str:

@@ -358,6 +358,20 @@ def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], d
     return start, end
 
 
+def in_use(program: Program, found: Offsets) -> Longs:
+    """Return the bytes of laid out values that are live while each node runs."""
+    names = [placement.name for placement in found.placements]
+    start, end = lifetimes(program, names)
+    until: dict[str, int] = {}
+    for name, head in _in_place_chains(program, names, start, end).items():
+        until[head] = max(until.get(head, 0), end[name])
+    change = np.zeros(len(program.steps) + 1, np.int64)
+    for head, last in until.items():
+        change[start[head]] += program.tensors[head].nbytes
+        change[last + 1] -= program.tensors[head].nbytes
+    return np.cumsum(change[:-1])
+
+
 def kept_on_host(program: Program) -> int:
     """Return the peak of bytes that are moved to the host (`ort.moves`)."""
     back = {step.node.input[0] for step in program.steps if step.node.op_type == UP}

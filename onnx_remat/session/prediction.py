@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
@@ -13,7 +13,7 @@ from onnx_remat.ort.kernels import costs as prices
 from onnx_remat.session import biases
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
-from onnx_remat.session.offsets import kept_on_host, least
+from onnx_remat.session.offsets import in_use, kept_on_host, least
 from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, op_of, workspace
 
 
@@ -53,6 +53,8 @@ class Footprint:
         Number of convolutions that oneDNN would compute faster, were it installed.
     seconds : float
         Time of all nodes that run, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
+    in_use : mapping of str to int
+        Bytes of the slab in use while the node runs that makes each value, by value; a kernel's inner values included.
     """
 
     inputs: int
@@ -71,6 +73,7 @@ class Footprint:
     not_fused: str = ""
     unserved: int = 0
     seconds: float = 0.0
+    in_use: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def total(self) -> int:
@@ -173,8 +176,19 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         not_fused=fused.why_not,
         unserved=fused.unserved,
         seconds=step_seconds(arranged, costs),
+        in_use=_in_use(arranged),
     )
     more = fused.unfused_slab - found.slab + workspace(compiled, compiled.graph.ops)[0] - found.workspace
     if not device:
         more += bookkeeping_bytes(fused.unfused_values) - found.books
     return replace(found, unfused=found.total + more)
+
+
+def _in_use(arranged: SlabLayout) -> dict[str, int]:
+    """Return `Footprint.in_use`; of a value that several kernels make, the most."""
+    found: dict[str, int] = {}
+    for step, nbytes in zip(arranged.program.steps, in_use(arranged.program, arranged.offsets).tolist(), strict=True):
+        members = () if step.plain is None else arranged.members[step.writes[0]]
+        for name in (*step.writes, *(made for member in members for made in member.writes)):
+            found[name] = max(found.get(name, 0), nbytes)
+    return found

@@ -107,7 +107,7 @@ def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
         return plan
 
     monkeypatch.setattr(fit, "make_plan", slow)
-    missed = SimpleNamespace(footprint=None)
+    missed = SimpleNamespace(footprint=None, preference=lambda: (0.0, 0.0))
     monkeypatch.setattr(fit, "_written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, missed))
     with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
         onnx_remat.rewrite_model(model, "90%", time_limit=2.5, fuse=False)

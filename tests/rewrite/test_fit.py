@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import onnx
+
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.memory.buffers import simulate
 from onnx_remat.rewrite import fit
 from sample_models.chain import chain
+from tests.support.graphs import SAMPLES
+
+RESIDUAL = onnx.load(next(path for path in SAMPLES if path.stem == "residual_cnn"))
 
 
 def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
@@ -62,8 +68,8 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
         worst, made = as_file(plan, goal, *rest)
         if len(tried) > 1:
             return worst, made
-        books = replace(made.footprint, books=goal.memory.bookkeeping + 2000)
-        return goal.allowed + 1000, replace(made, footprint=books)
+        books = replace(made.footprint, books=goal.memory.bookkeeping + goal.allowed)
+        return int(1.02 * goal.allowed), replace(made, footprint=books)
 
     monkeypatch.setattr(fit, "make_plan", planned)
     monkeypatch.setattr(fit, "_written_and_simulated", taken)
@@ -72,3 +78,30 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
     (first, _), (tighter, starts), (above, fresh), *_ = tried
     assert tighter < first < above
     assert len(starts) == 1 and not fresh
+
+
+def test_with_corrections_a_plan_peaks_at_what_its_file_takes(monkeypatch):
+    seen, corrected = [], fit._corrected
+
+    def noted(best, base, goal, *rest):
+        seen.append((base, goal))
+        return corrected(best, base, goal, *rest)
+
+    monkeypatch.setattr(fit, "_corrected", noted)
+    onnx_remat.rewrite_model(RESIDUAL, "60%", effort=0.3, verify="none")
+    assert seen
+    for base, goal in seen:
+        found = goal.memory.corrections(base.plan.schedule, base.written.occurrences, base.footprint)
+        peak = simulate(replace(goal, corrections=found).planned(), base.plan.schedule).peak
+        taken, _ = goal.memory.taken(base.executed)
+        assert taken - 1 <= peak <= 1.02 * taken  # more where an op runs twice: its highest run counts for both
+
+
+def test_a_plan_for_what_files_take_is_better(monkeypatch):
+    """Kernels hold no inner values: 12.4 % of compute without corrections, 10.2 % with them, of the same budget."""
+    better = onnx_remat.rewrite_model(RESIDUAL, "60%", effort=3, verify="none").report
+    monkeypatch.setattr(fit, "_MOST_CORRECTED", 0)
+    plain = onnx_remat.rewrite_model(RESIDUAL, "60%", effort=3, verify="none").report
+    assert better.extra_compute < plain.extra_compute
+    assert better.loop_after.seconds < plain.loop_after.seconds
+    assert better.loop_after.total <= better.budget

@@ -75,7 +75,7 @@ def test_the_machine_takes_what_was_predicted(result, tmp_path):
     fused = training_memory.measure(tmp_path / "small.onnx", steps=10)
     found = training_memory.measure(tmp_path / "small.onnx", steps=10, fuse=False)
     assert fused.total < found.total + 1e6
-    assert max(found.total, fused.total) <= result.report.budget
+    assert fused.total <= result.report.budget  # a plan uses what kernels save: unfused it may take more
     # What ONNX Runtime keeps for a graph is predicted from above, and differs by a few megabytes between machines.
     after = result.report.loop_after
     assert after.unfused - 6e6 < found.total < after.unfused + 1e6

@@ -1,0 +1,116 @@
+"""The peaks that plans are made for, one after the other, until a file keeps the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onnx_remat.rewrite.accounting import MARGIN, Goal
+
+_CLOSE_ENOUGH = 0.98  # of a target that was too large: a target that fits and is this near ends the search
+_EXPECTED_RECOMPUTE_SHARE = 0.14  # recomputed nodes of a file, as a share of the graph's, for a first guess
+
+MOST_GROWN = 2
+"""Most larger files, or missing plans, in a row: then the search goes on above the targets before."""
+
+
+def first_target(goal: Goal) -> int:
+    """Return the first target: lower where the bookkeeping of recomputed nodes will exceed the margin."""
+    memory = goal.memory
+    bookkeeping = int(_EXPECTED_RECOMPUTE_SHARE * memory.bookkeeping_per_node * memory.compiled.problem.n_ops)
+    margin = int(MARGIN * goal.allowed)
+    if bookkeeping < 2 * margin:
+        return goal.target()
+    lowered = goal.target() - bookkeeping + margin
+    return lowered if lowered > memory.floor else goal.target()
+
+
+@dataclass(slots=True)
+class Targets:
+    """The peaks, in bytes, that the plans for one budget are made for, one after the other.
+
+    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
+    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
+    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
+    node adds bookkeeping: where files get larger, or that bookkeeping is what exceeds the budget, and no plan is
+    tighter, the search goes on above the targets before, with none of their plans, which recompute too much.
+
+    Attributes
+    ----------
+    next : int
+        The next plan's target.
+    kept, missed : int
+        The largest target whose file keeps the budget, or one that is too tight; the least whose file exceeds it, or a
+        limit. 0 where there is none.
+    highest : int
+        Of the targets that were tightened.
+    grown : int
+        Files, or missing plans, in a row that were larger than one before.
+    above : int
+        How many files there were when the search went on above; 0 before.
+    limited : bool
+        Is `missed` a limit, for which there is no file?
+    added : bool
+        Does the last file exceed the budget by more than the margin, and by less than its recomputed nodes add as
+        bookkeeping?
+    files : list of int
+        What the files take.
+    """
+
+    goal: Goal
+    next: int
+    kept: int = 0
+    missed: int = 0
+    highest: int = 0
+    grown: int = 0
+    above: int = 0
+    limited: bool = False
+    added: bool = False
+    files: list[int] = field(default_factory=list)
+
+    def may_go_above(self) -> bool:
+        """Return whether targets above those that were tried are left to try."""
+        return not self.kept and (self.grown == MOST_GROWN or self.added)
+
+    def go_above(self) -> None:
+        """Take a target above the ones before, up to a limit: more by what the runtime saves of the original's plan."""
+        memory, tight = self.goal.memory, self.highest
+        limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
+        self.kept, self.next, self.missed = tight, (tight + limit) // 2, limit
+        self.above, self.limited = len(self.files), True
+
+    def go_between(self) -> bool:
+        """Take a target between one without a plan and the least that is too large; return whether there is any."""
+        self.grown += self.grown > 0
+        if not self.next < self.missed * _CLOSE_ENOUGH:
+            return False
+        self.next = (self.next + self.missed) // 2
+        return True
+
+    def go_on(self, file: int, peak: int, bookkeeping: int) -> bool:
+        """Choose the target after a file, and return whether a further plan may be better.
+
+        Parameters
+        ----------
+        file, peak, bookkeeping : int
+            Bytes that the file takes, its plan's peak, and the part of `file` that is bookkeeping.
+        """
+        memory, allowed, target = self.goal.memory, self.goal.allowed, self.next
+        self.files.append(file)
+        self.grown = self.grown + 1 if file > min(self.files) else 0
+        self.added = bookkeeping - memory.bookkeeping > file - allowed > MARGIN * allowed
+        if file <= allowed:
+            self.kept, self.missed, self.limited = target, 0 if self.limited else self.missed, False
+            if memory.is_used_up(allowed - file, allowed, missed=self.missed > 0):
+                return False
+            self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
+        elif not self.kept and self.grown == MOST_GROWN:
+            self.go_above()
+        elif self.above and self.added and self.kept == self.highest:
+            self.kept = self.highest = target
+            self.next = (target + self.missed) // 2
+        else:  # less by the excess, and less than the peak of this plan
+            self.missed, self.highest, self.limited = min(target, peak), max(self.highest, target), False
+            self.next = min(memory.tighter(target, file, allowed), self.missed - 1)
+            if self.kept:
+                self.next = (self.kept + self.missed) // 2
+        return not self.kept > self.missed * _CLOSE_ENOUGH > 0
