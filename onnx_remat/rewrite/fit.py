@@ -50,7 +50,7 @@ _ADVISED_TIME_FACTOR = 2.0  # factor on the missing time that a refusal advises
 _RESERVE_PER_FILE = 1.3  # times what the last file took: time reserved to write and simulate the next
 _MOST_PLANS = 6  # most plans for one budget, where files miss a budget that their plans keep
 _FIRST_PLAN_SHARE = 0.75  # of the time limit for the first plan: its file may miss the budget
-_MOST_CORRECTED, _MOST_IDLE = 4, 2  # most plans with corrections from one file, and those in a row that gain nothing
+_MOST_CORRECTED, _MOST_IDLE = 3, 2  # most plans with corrections from one file, and those in a row that gain nothing
 _CORRECTED_EFFORT = 0.15  # of the effort for each of them
 _CORRECTED_OPS = 4_000  # of the largest step with such plans: files of larger ones take long to simulate
 _LEAST_CORRECTED_EFFORT = 3.0  # seconds of effort for each of them, or the whole effort if it is less
@@ -193,7 +193,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
                     refused, targets.next = refusal, target + memory.saved_by_runtime
                 elif targets.may_go_above():
                     targets.go_above()
-                elif best is None and not whole:
+                elif best is None and not (whole or targets.above):
                     whole = True
                 elif best is not None or not targets.go_between():
                     break
@@ -217,11 +217,13 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
         starts = (*known, *plans)
         best = _unlike(best, replace(goal, alone=True), targets.kept, work, seconds_per_file, starts, direct)
-    correctable = options.selector in SEARCHES and memory.compiled.problem.n_ops <= _CORRECTED_OPS
+    correctable = options.selector in SEARCHES and not options.offload
+    correctable = correctable and memory.compiled.problem.n_ops <= _CORRECTED_OPS
     if correctable and (best is None or best.plan.extra_compute > 0):
         for base in filter(None, (best, missed)):
             if base is best or best is None or base.preference() < best.preference():
-                best = _corrected(best, base, goal, work, seconds_per_file, (*known, *plans), direct)
+                starts = (*known, *plans)
+                best = _corrected(best, base, goal, work, seconds_per_file, starts, direct, targets.files)
     if best is not None:
         return best
     if refused:
@@ -270,16 +272,19 @@ def _corrected(
     seconds_per_file: float,
     known: tuple[Schedule, ...],
     direct: Direct,
+    files: list[int],
 ) -> Fitted | None:
     """Return the best file: of plans for what files take op by op, first what `base` takes, then the one before each.
 
-    Where that file exceeds the budget, the next target is lower by as much, up to the margin.
+    Where that file exceeds the budget, the next target is lower by as much, up to the margin. The bytes that files take
+    are added to `files`. Where none keeps the budget so far, time is left for that of a first look.
     """
     memory, allowed, idle, excess = goal.memory, goal.allowed, 0, 0
     seconds = work.options.work_seconds()
     less = replace(work.options, effort=max(seconds * _CORRECTED_EFFORT, min(seconds, _LEAST_CORRECTED_EFFORT)))
     for _ in range(_MOST_CORRECTED):
-        if base.footprint is None or idle == _MOST_IDLE or work.deadline.ends_within(seconds_per_file):
+        reserve = seconds_per_file if best else 2 * seconds_per_file
+        if base.footprint is None or idle == _MOST_IDLE or work.deadline.ends_within(reserve):
             break
         found = memory.corrections(base.plan.schedule, base.written.occurrences, base.footprint)
         if found is None:
@@ -287,7 +292,7 @@ def _corrected(
         closer, known = replace(goal, corrections=found), (*known, base.plan.schedule)
         with work.stage("plan"):
             try:
-                clock = work.deadline.sooner(seconds_per_file, 1.0)
+                clock = work.deadline.sooner(reserve, 1.0)
                 plan = make_plan(closer, closer.target() - excess, less, clock, known)
             except BudgetInfeasibleError:
                 break
@@ -299,6 +304,7 @@ def _corrected(
             "corrected: plan of %s at +%.1f %% compute, file takes %s of %s", format_bytes(plan.timeline.peak),
             100 * plan.extra_compute, format_bytes(taken), format_bytes(allowed),
         )  # fmt: skip
+        files.append(taken)
         excess = min(max(taken - allowed, 0), int(MARGIN * allowed))
         better = taken <= allowed and (best is None or base.preference() < best.preference())
         best, idle = (base, 0) if better else (best, idle + 1)

@@ -69,14 +69,19 @@ class Targets:
 
     def may_go_above(self) -> bool:
         """Return whether targets above those that were tried are left to try."""
-        return not self.kept and (self.grown == MOST_GROWN or self.added)
+        has_room = self._limit() * _CLOSE_ENOUGH > self.highest
+        return not self.kept and (self.grown == MOST_GROWN or (self.added and has_room))
 
     def go_above(self) -> None:
-        """Take a target above the ones before, up to a limit: more by what the runtime saves of the original's plan."""
-        memory, tight = self.goal.memory, self.highest
-        limit = tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
+        """Take a target above the ones before, up to a limit."""
+        tight, limit = self.highest, self._limit()
         self.kept, self.next, self.missed = tight, (tight + limit) // 2, limit
         self.above, self.limited = len(self.files), True
+
+    def _limit(self) -> int:
+        """Return the limit of targets above: more by the share that the runtime saves of the original's plan."""
+        memory, tight = self.goal.memory, self.highest
+        return tight + int(tight * memory.saved_by_runtime / (memory.saved_by_runtime + memory.original_bytes))
 
     def go_between(self) -> bool:
         """Take a target between one without a plan and the least that is too large; return whether there is any."""
@@ -105,7 +110,7 @@ class Targets:
             self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
         elif not self.kept and self.grown == MOST_GROWN:
             self.go_above()
-        elif self.above and self.added and self.kept == self.highest:
+        elif self.limited and self.added:  # with more room a plan recomputes less
             self.kept = self.highest = target
             self.next = (target + self.missed) // 2
         else:  # less by the excess, and less than the peak of this plan
