@@ -209,20 +209,18 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
             best = made
         if worst > allowed and (missed is None or made.preference() < missed.preference()):
             missed = made
-        if worst <= allowed and plan.extra_compute <= 0:  # there is nothing to gain from a larger target
-            break
-        if not targets.go_on(worst, plan.timeline.peak, memory.bookkeeping_of(made.footprint)):
+        may_gain = worst > allowed or plan.extra_compute > 0
+        if not targets.go_on(worst, plan.timeline.peak, memory.bookkeeping_of(made.footprint)) or not may_gain:
             break
     unsure = best is not None and memory.prices_kernels() and best.plan.extra_compute > 0
+    starts = (*known, *plans)
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
-        starts = (*known, *plans)
         best = _unlike(best, replace(goal, alone=True), targets.kept, work, seconds_per_file, starts, direct)
-    correctable = options.selector in SEARCHES and not options.offload
-    correctable = correctable and memory.compiled.problem.n_ops <= _CORRECTED_OPS
-    if correctable and (best is None or best.plan.extra_compute > 0):
+    small = memory.compiled.problem.n_ops <= _CORRECTED_OPS
+    can_correct = small and options.selector in SEARCHES and not options.offload
+    if can_correct and (best is None or best.plan.extra_compute > 0):
         for base in filter(None, (best, missed)):
             if base is best or best is None or base.preference() < best.preference():
-                starts = (*known, *plans)
                 best = _corrected(best, base, goal, work, seconds_per_file, starts, direct, targets.files)
     if best is not None:
         return best

@@ -365,23 +365,23 @@ def in_use(program: Program, found: Offsets) -> Longs:
     until: dict[str, int] = {}
     for name, head in _in_place_chains(program, names, start, end).items():
         until[head] = max(until.get(head, 0), end[name])
-    change = np.zeros(len(program.steps) + 1, np.int64)
-    for head, last in until.items():
-        change[start[head]] += program.tensors[head].nbytes
-        change[last + 1] -= program.tensors[head].nbytes
-    return np.cumsum(change[:-1])
+    return _bytes_by_node(program, start, until)
 
 
 def kept_on_host(program: Program) -> int:
     """Return the peak of bytes that are moved to the host (`ort.moves`)."""
     back = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
     homes = [s.node.output[0] for s in program.steps if s.node.op_type == DOWN and s.node.output[0] in back]
-    start, end = lifetimes(program, homes)
+    return int(_bytes_by_node(program, *lifetimes(program, homes)).max(initial=0))
+
+
+def _bytes_by_node(program: Program, start: Mapping[str, int], end: Mapping[str, int]) -> Longs:
+    """Return the bytes of the values in `end` that are live while each node runs."""
     change = np.zeros(len(program.steps) + 1, np.int64)
-    for name in homes:
+    for name, last in end.items():
         change[start[name]] += program.tensors[name].nbytes
-        change[end[name] + 1] -= program.tensors[name].nbytes
-    return int(np.cumsum(change).max(initial=0))
+        change[last + 1] -= program.tensors[name].nbytes
+    return np.cumsum(change[:-1])
 
 
 def _in_place_chains(

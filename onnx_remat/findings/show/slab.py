@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from onnx_remat.findings.show import trace
 from onnx_remat.ir import phases
 from onnx_remat.ir.graph import INPUT
 from onnx_remat.session import biases, prediction
-from onnx_remat.session.offsets import lifetimes
+from onnx_remat.session.offsets import in_use, lifetimes
 
 if TYPE_CHECKING:
     from onnx_remat.ort.executed import Executed
@@ -95,7 +94,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
         for p in placements
         for first, last in [(start[p.name], end[p.name])]
     )
-    used = _in_use(blocks, len(of_step))
+    used = in_use(arranged.program, arranged.offsets).tolist()
     steps = tuple(
         trace.TraceRow(step.label, step.node.op_type, section, size, 0)
         for step, section, size in zip(arranged.program.steps, of_step, used, strict=True)
@@ -104,15 +103,6 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
     inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
     largest = _gaps(blocks, len(steps), arranged.offsets.height)[:gaps]
     return Slab(blocks, largest, steps, used.index(max(used)) if used else 0, inputs)
-
-
-def _in_use(blocks: tuple[Block, ...], steps: int) -> list[int]:
-    """Return the live bytes at each position."""
-    change = [0] * (steps + 1)
-    for block in blocks:
-        change[block.start] += block.bytes
-        change[block.end + 1] -= block.bytes
-    return list(itertools.accumulate(change[:-1]))
 
 
 def _gaps(blocks: tuple[Block, ...], steps: int, height: int) -> tuple[Block, ...]:
