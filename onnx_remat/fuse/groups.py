@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -46,13 +47,11 @@ class Group(Candidate):
     ----------
     place : int
         Where it runs: the place of one of its members.
-    reads, makes : tuple of str
-        Inputs from, and outputs for, nodes outside the group; every output has the group's number of elements, or one
-        element of each row.
+    makes : tuple of str
+        Values that nodes outside the group read; each has the group's number of elements, or one element of each row.
     """
 
     place: int
-    reads: tuple[str, ...]
     makes: tuple[str, ...]
 
 
@@ -88,6 +87,7 @@ class Grouping:
         self.final = self.uses.kept
         self.inner: set[str] = set()  # values without a buffer
         self.candidates: dict[tuple[int, ...], Candidate] = {}
+        self.overwrites = cache(ordered.overwrites)
         self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
         self.live_bytes = np.zeros(len(steps), np.int64)
         for name in self.maker:
@@ -103,7 +103,7 @@ class Grouping:
         start = self.at[self.maker[name]]
         if name in self.final:
             return start, len(self.at) - 1
-        return start, max((self.at[user] for user in self.users[name]), default=start)
+        return start, max(map(self.at.__getitem__, self.users[name]), default=start)
 
     def add_bytes(self, name: str, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
@@ -128,7 +128,7 @@ class Grouping:
             return 0
         counted = self.ordered.counted
         if len(found.members) > 1:
-            reads, makes = self.ends(found.members)
+            reads, makes = found.reads, self.makes(found)
         else:
             step, root = self.ordered.steps[place], self.ordered.root
             reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
@@ -145,30 +145,26 @@ class Grouping:
 
     def _may_overwrite(self, place: int, found: Candidate, made: str, read: str) -> bool:
         if len(found.members) < 2:
-            return self.ordered.overwrites(place, made, read)
+            return self.overwrites(place, made, read)
         new, old = self.ordered.tensors[made], self.ordered.tensors[read]
         return (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape)) and read in found.plain
 
     # ---- groups ----
 
-    def ends(self, members: Sequence[Member]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return a group's inputs, and its outputs that other nodes read."""
-        inside = {member.at for member in members if not member.again}
-        made = dict.fromkeys(member.made for member in members)
-        reads = dict.fromkeys(read.name for m in members for read in m.inputs if read.name not in made)
-        makes = [
+    def makes(self, found: Candidate) -> tuple[str, ...]:
+        """Return the values that a group makes and other nodes read."""
+        inside, users = found.places, self.users
+        return tuple(
             member.made
-            for member in members
-            if not member.again
-            and (member.made in self.final or any(user not in inside for user in self.users[member.made]))
-        ]
-        return tuple(reads), tuple(makes)
+            for member in found.members
+            if not member.again and (member.made in self.final or not inside.issuperset(users[member.made]))
+        )
 
     def kernels(self) -> tuple[Group, ...]:
         """Return the groups, sorted by place: of several nodes, or of one that has workspace in ONNX Runtime or, on a
         CPU, is inexact."""
         return tuple(
-            Group(found.members, place, *self.ends(found.members))
+            Group(found.members, place, self.makes(found))
             for place, found in sorted(self.open.items())
             if len(found.members) > 1
             or (found.members and (self._is_faster_alone(found.members[0]) or self._is_piece(found.members[0])))
@@ -185,7 +181,7 @@ class Grouping:
         """Whether one kernel can compute some nodes, and write what other nodes read of them."""
         if found.space is None:
             return False
-        makes, sizes = self.ends(found.members)[1], {found.size, found.size // max(found.columns, 1)}
+        makes, sizes = self.makes(found), {found.size, found.size // max(found.columns, 1)}
         return all(member.makes in sizes for member in found.members if member.made in makes)
 
     def grow(self) -> None:
@@ -240,7 +236,7 @@ class Grouping:
 
     def _only_reader(self, found: Candidate) -> int | None:
         """Return the place of the only other group that reads a group's values, None if there is not exactly one."""
-        inside = {member.at for member in found.members}
+        inside = found.places
         if any(member.made in self.final for member in found.members):
             return None
         places = {self.at[u] for member in found.members for u in self.users[member.made] if u not in inside}
@@ -252,7 +248,7 @@ class Grouping:
         if len(members) > MOST_NODES:
             return False
         new = self.candidates.setdefault(tuple(member.at for member in members), Candidate(members))
-        reads, makes = self.ends(members)
+        reads, makes = new.reads, self.makes(new)
         after, before = self._between(new, reads, makes)
         places = [place for place in (a, b) if after < place < before]
         if not places or depth(members) > MOST_DEPTH or not self.has_kernel(new):
@@ -265,7 +261,7 @@ class Grouping:
 
     def _between(self, new: Candidate, reads: Sequence[str], makes: Sequence[str]) -> tuple[int, int]:
         """Return the two places that a group must lie strictly between; an empty range if it is impossible."""
-        inside = {member.at for member in new.members}
+        inside = new.places
         after = [self.at[self.maker[name]] for name in reads if name in self.maker]
         before = [self.at[user] for name in makes for user in self.users[name] if user not in inside]
         for name in reads:

@@ -34,7 +34,7 @@ MOST_REDUCTIONS = 8
 """Maximum number of nodes of a group that work along rows: a kernel holds a chunk of what each reduces on its stack."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Read:
     """An input of a member.
 
@@ -55,13 +55,13 @@ class Read:
     offset: int = 0
     moved: Steps | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Member:
     """A node that a kernel can compute.
 
@@ -94,27 +94,27 @@ class Member:
     run: int = 0
     again: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements that it computes with."""
         return prod(self.shape)
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether it makes one element of a row."""
         return self.call.op in REDUCTIONS
 
-    @property
+    @cached_property
     def makes(self) -> int:
         """Number of elements of its output."""
         return prod(self.result)
 
-    @property
+    @cached_property
     def inputs(self) -> list[Read]:
         """Inputs without absent ones."""
         return [read for read in self.reads if read is not None]
 
-    @property
+    @cached_property
     def moves(self) -> bool:
         """Whether it only moves elements."""
         return any(read.moved is not None for read in self.inputs)
@@ -336,6 +336,17 @@ class Candidate:
     """Nodes that one kernel may compute, in the step's order; none for a node that kernels cannot compute."""
 
     members: tuple[Member, ...]
+
+    @cached_property
+    def places(self) -> frozenset[int]:
+        """Places of the nodes, without those that compute their values once more."""
+        return frozenset(member.at for member in self.members if not member.again)
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Values that the kernel reads from nodes outside."""
+        made = {member.made for member in self.members}
+        return tuple(dict.fromkeys(read.name for m in self.members for read in m.inputs if read.name not in made))
 
     @cached_property
     def size(self) -> int:

@@ -88,11 +88,10 @@ def _copy(grouping: Grouping, name: str, place: int) -> _Copy | None:
     new = Candidate(members)
     if not grouping.has_kernel(new):
         return None
-    before, after = grouping.ends(found.members)[0], grouping.ends(members)
-    if len(after[0]) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in after[0]):
+    if len(new.reads) > MOST_ENDS or any(not _may_read(grouping, value, place) for value in new.reads):
         return None
     counted = grouping.ordered.counted
-    added = [value for value in after[0] if value not in before]
+    added = [value for value in new.reads if value not in found.reads]
     return _Copy(place, new, tuple(reads), sum(counted.get(value, 0) for value in added))
 
 
