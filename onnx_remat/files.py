@@ -210,13 +210,21 @@ def replacing(path: Path, force: bool = True, shared: bool = False) -> Iterator[
         partial = Path(name)
         batch.undo.callback(partial.unlink, missing_ok=True)
         yield partial
-        umask = os.umask(0)
-        os.umask(umask)
         # mkstemp's 0600 would make a new file unreadable to others
-        partial.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~umask)
+        partial.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else mode_of_new_files())
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         batch.ready.append(_Written(partial, path, force, shared))
+
+
+def mode_of_new_files() -> int:
+    """Return the permissions of a new file under this process's umask; all threads share it, so it is seldom set."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 0o666 & ~int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def make_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from onnx_remat import files
 from onnx_remat.errors import UsageError
+from onnx_remat.process.cache import cache_folder
 
 
 def test_files_written_together_appear_together(tmp_path):
@@ -122,3 +124,19 @@ def test_scratch_folders_go_with_their_process_or_with_the_next(number, left, tm
     with files.scratch():
         assert not folder.exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_user_without_a_home_has_the_packages_cache(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder.__wrapped__() == cache_folder()
+
+
+def test_the_umask_is_read_and_not_set(tmp_path, monkeypatch):
+    (tmp_path / "plain").touch()
+    wanted = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("set"))
+    assert files.mode_of_new_files() == wanted

@@ -155,25 +155,27 @@ class Budgeted:
         feeds = wanted | self._read_outside(current) | given
         finish_work(self._device)
         self._failed = "interrupted"
-        try:
-            self._session.execute(feeds)
-        except UsageError:  # the step did not run
-            self._failed = ""
-            raise
-        except Exception as error:
-            self._failed = type(error).__name__
-            raise
-        self._unread.clear()
-        made = self._session.results(copy=False)
-        for output in self._session.not_donated:
-            _renew(self._arrays[output.removeprefix(names.new(""))], made[output])
-        self.outputs = {name: self._tensor(output, made[output]) for output, name in self._kept.items()}
+        with self._session.lock:
+            try:
+                self._session.execute(feeds)
+            except UsageError:  # the step did not run
+                self._failed = ""
+                raise
+            except Exception as error:
+                self._failed = type(error).__name__
+                raise
+            self._unread.clear()
+            made = self._session.results(copy=False)
+            for output in self._session.not_donated:
+                _renew(self._arrays[output.removeprefix(names.new(""))], made[output])
+            self.outputs = {name: self._tensor(output, made[output]) for output, name in self._kept.items()}
+            loss = StepLoss(self._formals[names.LOSS].number(made[names.LOSS]))
         self._failed = ""
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for it
         for pieces, slot, name in counted:
             pieces[slot] = type(pieces[slot])(self._own[name].item())
-        return StepLoss(self._formals[names.LOSS].number(made[names.LOSS]))
+        return loss
 
     def _tensor(self, output: str, value: np.ndarray) -> torch.Tensor:
         """Return a copy of an output where the module is."""

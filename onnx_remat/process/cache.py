@@ -30,8 +30,7 @@ def cache_folder() -> Path | None:
 
     Other users' code must not run: the folder must belong to the user and be writable by no one else.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (Path(__file__).parents[1] / "__pycache__", home / "onnx-remat"):
+    for folder in _folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
@@ -39,6 +38,12 @@ def cache_folder() -> Path | None:
             if mine and os.access(folder, os.W_OK):
                 return folder
     return None
+
+
+def _folders() -> Iterator[Path]:
+    yield Path(__file__).parents[1] / "__pycache__"
+    with contextlib.suppress(RuntimeError):  # where this user has no home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onnx-remat"
 
 
 @cache

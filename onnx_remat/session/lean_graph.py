@@ -136,7 +136,11 @@ _EXACT = {
 }  # fmt: skip
 """Ops on sizes whose results are bit-identical in every implementation."""
 
-_EXACT_OF_INTEGERS = {"Range", "ReduceProd", "ReduceSum"}  # for floats the order of operations affects the last bit
+_EXACT_OF_INTEGERS = {"Max", "Min", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Where"}
+"""Those that are so for integers alone: sums have an order, and ONNX Runtime's choices may turn -0.0 into 0.0."""
+
+_INTEGERS = frozenset({TensorProto.INT32, TensorProto.INT64, TensorProto.BOOL})
+_HALVES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})  # a Cast to them may round twice
 
 
 def without_sizes(
@@ -159,7 +163,8 @@ def without_sizes(
     left = []
     for step in steps:
         made = {tensors[name].dtype for name in step.writes}
-        rounds = step.node.op_type in _EXACT_OF_INTEGERS and not made <= {TensorProto.INT32, TensorProto.INT64}
+        rounds = step.node.op_type in _EXACT_OF_INTEGERS and not made <= _INTEGERS
+        rounds |= step.node.op_type == "Cast" and not made.isdisjoint(_HALVES)
         copied = step.node.op_type in ("MemcpyFromHost", "MemcpyToHost")  # a weight is already where it is read
         exact = copied or (step.node.op_type in _EXACT and not rounds)
         if exact and not step.captured and kept.isdisjoint(step.writes):

@@ -54,6 +54,7 @@ class InPlaceRunner:
         outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
         given = checked(self.formals, state)
         self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
+        self._own = set(self._arrays if copy else ())
         if missing := [name for name in self.formals if name not in state and name not in session.defaults]:
             raise UsageError(f"no value for input {missing[0]!r}")
         check_loss(outputs, loss)
@@ -62,27 +63,30 @@ class InPlaceRunner:
         self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         self._gradients = _left_to_apply(outputs, state, renewed.values())
         _check_numbers(session.outputs, self._gradients)
+        self._trained = {*renewed.values(), *self._gradients.values()}
         if not copy:
-            _check_trainable(self._arrays, {*renewed.values(), *self._gradients.values()})
+            _check_trainable(self._arrays, self._trained)
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         check_state(self.formals, batch)
         for name, array in batch.items():
-            if name in self._arrays:
+            if name in self._own or name in self._trained:
                 np.copyto(self._arrays[name], array)
-            else:  # its default value was used up to now
+            else:  # its default was used up to now, or an array of the caller's, who may need what is in it
                 self._arrays[name] = np.array(array, order="C")
+                self._own.add(name)
 
     def step(self) -> float:
-        self._session.execute(self._arrays)
-        made = self._session.results(copy=False)
-        loss = self._formal.number(made[self._loss])
-        for output, name in self._copied.items():
-            np.copyto(self._arrays[name], made[output])
-        for output, name in self._gradients.items():
-            gradient = made[output]  # in the slab: it has no other readers now
-            np.multiply(gradient, self._rate, out=gradient)
-            np.subtract(self._arrays[name], gradient, out=self._arrays[name])
+        with self._session.lock:
+            self._session.execute(self._arrays)
+            made = self._session.results(copy=False)
+            loss = self._formal.number(made[self._loss])
+            for output, name in self._copied.items():
+                np.copyto(self._arrays[name], made[output])
+            for output, name in self._gradients.items():
+                gradient = made[output]  # in the slab: it has no other readers now
+                np.multiply(gradient, self._rate, out=gradient)
+                np.subtract(self._arrays[name], gradient, out=self._arrays[name])
         return loss
 
     def arrays(self) -> Arrays:
@@ -117,8 +121,9 @@ class DeviceRunner:
         self._device.feed(dict(checked(self.formals, batch, on_device=True)), where_they_lie=True)
 
     def step(self) -> float:
-        self._session.execute({})
-        made = self._session.fetch([self._loss, *self._copied, *self._gradients])
+        with self._session.lock:
+            self._session.execute({})
+            made = self._session.fetch([self._loss, *self._copied, *self._gradients])
         self._device.feed({name: made[output] for output, name in self._copied.items()}, where_they_lie=True)
         for output, name in self._gradients.items():
             old = self._device.read(name)

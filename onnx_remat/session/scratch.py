@@ -7,7 +7,10 @@ large as the largest scratch memory of a step: every kernel finds it empty, so e
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+from onnx_remat.errors import ModelError
 
 LEAST = 1 << 20
 """Least scratch memory, in bytes, for which a pool is made."""
@@ -16,6 +19,7 @@ UNIT = 256
 """Bytes to a multiple of which the arena rounds up every request."""
 
 _registered = False
+_registering = threading.Lock()
 
 
 def pool_size(nbytes: int) -> int:
@@ -29,6 +33,16 @@ def use_pool(options: Any, nbytes: int) -> None:
     The first session of a process sets the pool's size to `nbytes`; the pool grows where a later session needs more,
     and is kept when sessions are closed.
     """
+    with _registering:
+        _register(nbytes)
+    options.enable_cpu_mem_arena = True
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    # Weights would fill the pool.
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+
+
+def _register(nbytes: int) -> None:
+    """Make the pool, unless there is one: ours, or one that the program registered itself."""
     import onnxruntime
 
     global _registered
@@ -39,12 +53,12 @@ def use_pool(options: Any, nbytes: int) -> None:
         limits = {"max_mem": 0, "arena_extend_strategy": 0, "initial_chunk_size_bytes": nbytes,
                   "max_dead_bytes_per_chunk": -1, "initial_growth_chunk_size_bytes": _GROWTH,
                   "max_power_of_two_extend_bytes": _GROWTH}  # fmt: skip
-        onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg(limits))
+        try:
+            onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg(limits))
+        except Exception as error:
+            if "already" not in str(error):
+                raise ModelError(f"onnxruntime cannot make a pool for scratch memory: {error}") from error
         _registered = True
-    options.enable_cpu_mem_arena = True
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    # Weights would fill the pool.
-    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
 
 
 _GROWTH = 1 << 18

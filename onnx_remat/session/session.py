@@ -127,7 +127,7 @@ class Session:
         slab_of: Session | None = None,
     ) -> None:
         # Of sessions with one slab, one runs at a time; re-entrant, as garbage collection may close another meanwhile.
-        self._lock: AbstractContextManager[Any] = threading.RLock() if slab_of is None else slab_of._lock
+        self.lock: AbstractContextManager[Any] = threading.RLock() if slab_of is None else slab_of.lock
         if provider not in ("cpu", "cuda"):
             raise UsageError(f"provider {provider!r}: sessions run on 'cpu' and 'cuda'")
         if (memory_limit or cuda_graph) and provider == "cpu":
@@ -229,13 +229,16 @@ class Session:
         ModelError
             onnxruntime failed during the step: some donated inputs may be renewed and others not.
         """
-        with self._lock:
+        with self.lock:
             self.execute(feeds)
             made = self.results(copy=copy)
         return {array.name: made[array.name] for array in self.outputs}
 
     def execute(self, feeds: Mapping[str, Any]) -> None:
-        """Run the step once and leave the outputs in the slab; see `results`."""
+        """Run the step once and leave the outputs in the slab; see `results`.
+
+        Hold `lock` until they are read, where other threads run the session, or one with the same slab.
+        """
         self._bind_inputs(feeds)
         heap.keep_trimmed()
         self._run()
@@ -288,7 +291,7 @@ class Session:
 
     def close(self) -> None:
         """Free the slab and onnxruntime's session; views of the slab must not be used afterwards."""
-        with self._lock:
+        with self.lock:
             self._binding = self._session = self._device = None
             self._views, self._bound = {}, {}
             self._slab = np.empty(0, np.uint8)

@@ -83,9 +83,7 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
                     )
                 stream.flush()
                 os.fsync(stream.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(partial).chmod(0o666 & ~umask)  # mkstemp's 0600 would make it unreadable to others
+            Path(partial).chmod(files.mode_of_new_files())  # mkstemp's 0600 would make it unreadable to others
             Path(partial).replace(target)
         finally:
             Path(partial).unlink(missing_ok=True)
@@ -161,7 +159,7 @@ def _header(stream: BinaryIO, path: str | os.PathLike[str]) -> tuple[dict[str, _
             for name, e in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{path} is not a safetensors file: its header is damaged") from error
     if any(not 0 <= e.start <= e.end <= size - 8 - length for e in entries.values()):
         raise ModelError(f"{path} is truncated")

@@ -53,8 +53,9 @@ class Loop:
         Sizes of symbolic dimensions, where `model` is not a session; by default those it was planned for.
     copy : bool
         Train copies of the arrays in `state`. If False, train these arrays themselves, which must be contiguous and
-        writeable: this saves memory where the state is most of what training takes. On a device, they are arrays that
-        another library holds there, such as PyTorch's tensors on CUDA.
+        writeable: this saves memory where the state is most of what training takes. Batches that `step` gets are
+        copied to arrays of the loop's own; on a device, to those of the first, which another library holds there, such
+        as PyTorch's tensors on CUDA.
     fuse : bool
         See `Session`; for a `model` that is not a session.
 

@@ -57,3 +57,18 @@ def test_steps_take_no_new_pages_for_scratch_memory_and_a_larger_step_may_follow
 def test_little_scratch_memory_is_not_pooled():
     assert pool_size(0) == pool_size(LEAST - 1) == 0
     assert LEAST < pool_size(LEAST) < 1.2 * LEAST
+
+
+TAKEN = """
+import onnxruntime
+where = onnxruntime.OrtMemoryInfo(
+    "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT)
+onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg({"max_mem": 0}))
+"""
+
+
+def test_a_pool_of_the_programs_own_is_used():
+    code = TAKEN + CHILD
+    done = subprocess.run([sys.executable, "-c", code, "[1048576]"], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])[0][2]

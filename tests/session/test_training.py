@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import onnx
@@ -276,3 +277,32 @@ def test_a_first_state_asks_for_sizes_that_are_open(tmp_path):
     with pytest.raises(UsageError, match=r"'batch': SIZE"):
         initial_state(session, {})
     assert initial_state(session, {"batch": 5})[model.graph.input[0].name].shape[0] == 5
+
+
+def test_batches_are_not_written_over_arrays_of_the_caller(model, session):
+    feeds = feeds_for(model)
+    first = feeds["x"].copy()
+    loop = Loop(session, feeds, copy=False)
+    batches = [feeds_for(model, seed)["x"] for seed in (7, 8)]
+    losses = [loop.step({"x": batch}) for batch in batches]
+    assert feeds["x"].tobytes() == first.tobytes()
+    again = Loop(model, feeds_for(model))
+    assert losses == pytest.approx([again.step({"x": batch}) for batch in batches], rel=1e-4)
+
+
+def test_a_loop_waits_for_other_users_of_its_slab(model, session):
+    loop = Loop(session, feeds_for(model))
+    with session.lock:
+        other = threading.Thread(target=loop.step)
+        other.start()
+        other.join(0.3)
+        assert other.is_alive()
+    other.join(30)
+    assert not other.is_alive()
+
+
+def test_a_header_with_an_infinite_size_is_damaged(tmp_path):
+    header = b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 0]}}'
+    (tmp_path / "s").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="header is damaged"):
+        state_file.check(tmp_path / "s", {})
