@@ -62,6 +62,8 @@ class SGD:
     def __post_init__(self) -> None:
         if self.momentum and self.dampening:
             raise ValueError("SGD with dampening is not supported, as torch omits it in the first step: set it to 0")
+        if self.nesterov and not self.momentum:
+            raise ValueError("SGD with nesterov needs a momentum")
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {"momentum_buffer": shape} if self.momentum else {}

@@ -58,19 +58,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--example", type=Path, metavar="NPZ", help="inputs for the check, by name; others are generated"
     )
     parser.add_argument("--no-check", action="store_true", help="do not compare gradients with finite differences")
-    parser.add_argument("--force", action="store_true", help="overwrite OUT")
+    parser.add_argument("--force", action="store_true", help="overwrite OUT and NPZ")
     given = parser.parse_args(arguments)
     optimizer = OPTIMIZERS[given.optimizer](lr=given.lr) if given.optimizer else None
     try:
         example = _arrays(given.example) if given.example else None
         target = files.check_target(given.out, given.forward, given.force)
+        values = files.check_target(given.values, given.forward, given.force) if given.values else None
         step = add_backward(
             given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
             dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
         )  # fmt: skip
         model_io.save(step, target, None, given.force)
-        if given.values:
-            np.savez(given.values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
+        if values is not None:
+            np.savez(values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     except OnnxRematError as error:
         print(f"error: {in_flags(error.message, _FLAGS)}", file=sys.stderr)
         return error.exit_code

@@ -45,6 +45,7 @@ class CrossEntropy:
             )
         axis = (self.axis if self.axis is not None else 1 if rank >= 4 else -1) % rank
         scores = _logits(scores, axis)
+        _check_no_softmax(scores, axis)
         shape = dims(scores)
         kept = (*shape[:axis], *shape[axis + 1 :])
         target = _input(t, self.target, kept, ir.DataType.INT64)
@@ -76,6 +77,22 @@ def _logits(scores: ir.Value, axis: int) -> ir.Value:
         source = before.inputs[0] if before is not None and before.op_type in ("Reshape", "Flatten") else None
         return source if source is not None and dims(source) == dims(scores) else scores
     return made
+
+
+_REARRANGES = frozenset({"Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity"})
+
+
+def _check_no_softmax(scores: ir.Value, axis: int) -> None:
+    """Raise ConversionError where scores are probabilities: their cross-entropy would apply a second Softmax."""
+    node = scores.producer()
+    while node is not None and node.op_type in _REARRANGES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is not None and node.op_type == "Softmax":
+        along = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
+        raise ConversionError(
+            f"{scores.name!r} is made of a Softmax over axis {along}, and cross-entropy needs its input: make the "
+            f"logits an output and name it, or name the axis of the classes, which is taken to be {axis}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, did_you_mean
 from onnx_remat.messages import Setting
 
 from .. import names
@@ -84,6 +84,7 @@ def check(
         outputs on ONNX Runtime differ by more than `tolerances.PRECISION`, or ONNX Runtime's default optimisations
         compute something else.
     """
+    _check_examples(step, example_inputs)
     settled = ir.from_proto(default_level.seeded(step))
     feeds = make_feeds(step, values, example_inputs, _random(_FEEDS, 0))
     wide = widened(settled, ir.DataType.DOUBLE)
@@ -301,6 +302,16 @@ def _precision(outputs: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray
 def _random(purpose: int, number: int) -> np.random.Generator:
     """Return a generator with a seed of its own: many models draw their weights from ``default_rng(0)``."""
     return np.random.default_rng([_ENTROPY, purpose, number])
+
+
+def _check_examples(step: onnx.ModelProto, given: Mapping[str, np.ndarray]) -> None:
+    """Raise ConversionError where an example is of no input, or of another rank than its input."""
+    ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in step.graph.input}
+    for name, array in given.items():
+        if name not in ranks:
+            raise ConversionError(f"the model has no input {name!r}{did_you_mean(name, ranks)}")
+        if np.ndim(array) != ranks[name]:
+            raise ConversionError(f"the example of {name!r} has {np.ndim(array)} axes, and the input has {ranks[name]}")
 
 
 def make_feeds(

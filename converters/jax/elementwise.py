@@ -238,6 +238,8 @@ def erf_inv(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
         term = low.elementwise("Where", central, low.scalar(near, x), low.scalar(far, x), dtype=x.dtype)
         total = term if total is None else low.elementwise("Add", low.elementwise("Mul", total, z), term)
     assert total is not None
+    end = low.elementwise("Equal", low.elementwise("Abs", x), low.scalar(1, x), dtype=np.bool_)
+    total = low.elementwise("Where", end, low.scalar(np.inf, x), total, dtype=x.dtype)
     return low.elementwise("Mul", total, x)
 
 

@@ -109,8 +109,8 @@ def conv_general_dilated(low: Lowering, eqn: core.JaxprEqn, x: Tensor, w: Tensor
     groups, batches = int(params["feature_group_count"]), int(params["batch_group_count"])
     sizes = [x.shape[axis] for axis in x_order[2:]]
     spread = [s if n > 1 else 1 for s, n in zip(spread, sizes, strict=True)]
-    strides = [s if n > 1 else 1 for s, n in zip(strides, shape[2:], strict=True)]
-    if batches == 1 and any(s > 1 for s in spread) and all(s == 1 for s in strides):
+    steps = [s if n > 1 else 1 for s, n in zip(strides, shape[2:], strict=True)]
+    if batches == 1 and any(s > 1 for s in spread) and all(s == 1 for s in steps):
         value = _transposed(low, x, w, (x_order, w_order), shape, (spread, pads, dilations, groups))
         return Tensor(value, tuple(out_order), tuple(aval.shape), np.dtype(aval.dtype))
     if any(s > 1 for s in spread) or any(n < 0 for pair in pads for n in pair):

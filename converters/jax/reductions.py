@@ -94,7 +94,9 @@ def _identity(name: str, dtype: np.dtype[Any]) -> Any:
 def _logaddexp(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
     """Compute larger + log(1 + exp(smaller - larger)) of x and y, which are finite or -inf."""
     larger = low.elementwise("Max", x, y)
-    both = low.elementwise("Exp", low.elementwise("Sub", low.elementwise("Min", x, y), larger))
+    apart = low.elementwise("Sub", low.elementwise("Min", x, y), larger)
+    alike = low.elementwise("Equal", x, y, dtype=np.bool_)  # also where both are -inf
+    both = low.elementwise("Exp", low.elementwise("Where", alike, low.scalar(0, x), apart, dtype=x.dtype))
     return low.elementwise("Add", larger, low.elementwise("Log", low.elementwise("Add", both, low.scalar(1, x))))
 
 

@@ -106,6 +106,17 @@ def plain(value: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(value) if kernels.is_key(value) else value)
 
 
+def _updated(optimizer: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """Return an optimizer's updates and its new state."""
+    try:
+        made: tuple[Any, Any] = optimizer.update(grads, state, params)
+    except TypeError as error:
+        raise ConversionError(
+            f"the optimizer does not update from gradients, state and parameters alone ({error}): use another"
+        ) from error
+    return made
+
+
 def trace(
     loss_fn: Callable[..., Any], params: Any, batch: Sequence[Any], buffers: Any, optimizer: Any,
     batch_names: Sequence[str] | None,
@@ -142,7 +153,7 @@ def trace(
             import optax
 
             with jax.named_scope(OPTIMIZER_SCOPE):
-                updates, state = optimizer.update(jax.lax.optimization_barrier(grads), state, params)
+                updates, state = _updated(optimizer, jax.lax.optimization_barrier(grads), state, params)
                 grads = optax.apply_updates(params, updates)
         return jax.tree_util.tree_leaves((loss, grads, state, after))
 

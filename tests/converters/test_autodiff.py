@@ -488,6 +488,19 @@ BAD = {
     "no influence": (IDLE, {"loss": "y", "wrt": ["w0"]}, "depends on no parameter"),
     "nothing to train": (model("y = ReduceMean(x) keepdims=0"), {"loss": "y"}, "so there is no parameter: name"),
     "unknown size": (MLP, {"loss": "mse", "dims": {"n": 3}}, "no input has a size called 'n'"),
+    "a Softmax below a Cast": (
+        model("h = MatMul(x, w0)\ns = Softmax(h)\ny = Cast(s) to=11", weights((3, 4)), output_type=11),
+        {"loss": "cross_entropy"},
+        "'y' is made of a Softmax over axis -1, and cross-entropy needs its input",
+    ),
+    "a Softmax over another axis": (
+        model("h = MatMul(x, w0)\ny = Softmax(h) axis=1", weights((3, 4)), {"x": [2, 5, 3]}), {"loss": "cross_entropy"},
+        "over axis 1, .* the axis of the classes, which is taken to be 2",
+    ),
+    "an example of no input": (MLP, {"loss": "mse", "example_inputs": {"z": np.ones(3)}}, "the model has no input 'z'"),
+    "an example of another rank": (
+        MLP, {"loss": "mse", "example_inputs": {"x": np.ones(3)}}, "the example of 'x' has 1 axes, and the input has 2"
+    ),
     "integer loss": (
         model("h = MatMul(x, w0)\ny = ArgMax(h) keepdims=0", weights((3, 1)), {"x": [1, 3]}, output_type=7),
         {"loss": "y"}, "not floating point",
@@ -527,6 +540,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert made["new.state.w0.step"] == 1
     assert "gradients agree with differences of the loss" in capsys.readouterr().out
     assert main(arguments) == 2  # exists
+    target.unlink()
+    assert main(arguments) == 2 and not target.exists()  # the values exist
+    assert main([*arguments[:-1], str(tmp_path / "no" / "first.npz"), "--force"]) == 2 and not target.exists()
     bad = tmp_path / "bad.onnx"
     assert main([str(source), str(bad)]) == 6
     assert not bad.exists()

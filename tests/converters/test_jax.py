@@ -11,6 +11,7 @@ from jax import lax
 from onnx_remat.converters.jax.export import convert, export_training_step, verify
 from onnx_remat.converters.jax.step import trace
 
+from onnx_remat.errors import ConversionError
 from tests.support.slow import few
 
 TIGHT = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-2, "bfloat16": 2e-2}
@@ -150,6 +151,8 @@ BATTERY = {
     "conv 3d": (lambda x: conv(x, random(2, 2, 2, 2, 3), (1, 2, 1), "SAME", ("NDHWC", "DHWIO", "NDHWC")),
                 shaped(1, 3, 4, 4, 2)),
     "conv 1x1": (lambda x: conv(x, random(1, 1, 3, 5), strides=(2, 2)), IMAGE),
+    "conv to one": (lambda x: conv(x, random(1, 1, 3, 5), strides=(2, 2)), shaped(1, 2, 2, 3)),
+    "a patch with a rest": (lambda x: conv(x, random(4, 4, 3, 5), (4, 4), "VALID"), shaped(1, 7, 6, 3)),
     "conv_transpose": (lambda x: lax.conv_transpose(x, KERNEL, (2, 3), "SAME"), IMAGE),
     "conv_transpose valid": (lambda w: lax.conv_transpose(random(1, 4, 4, 3), w, (3, 3), "VALID"),
                              lambda: random(2, 2, 3, 4)),
@@ -164,6 +167,7 @@ BATTERY = {
     "cumprod": (lambda x: jnp.cumprod(x, 1), positive), "cummax": (lambda x: lax.cummax(x, 1), plain),
     "cummin": (lambda x: lax.cummin(x, 0, reverse=True), plain),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), plain),
+    "cumlogsumexp of nothing": (lambda x: lax.cumlogsumexp(jnp.where(IDS > 0, x, -jnp.inf), 1)[:, 2], shaped(2, 3)),
     "var": (lambda x: jnp.var(x, 0) + jnp.std(x), plain), "softmax": (masked_softmax, plain),
     "max_pool": (lambda x: window(x, lax.max, -jnp.inf), IMAGE),
     "max_pool overlapping": (lambda x: window(jax.nn.relu(x), lax.max, -jnp.inf, (1, 3, 3, 1), padding="SAME"), IMAGE),
@@ -233,3 +237,17 @@ def test_the_file_says_how_far_both_are_from_float64(monkeypatch):
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_is_checked_with_its_own_tolerance(name: str) -> None:
     export_training_step(weighted(HALVES[name]), random(3, 4))
+
+
+def test_the_ends_of_the_inverse_error_function():
+    def loss(x):
+        return jnp.sum(jnp.where(lax.erf_inv(jnp.round(x)) == jnp.round(x) * jnp.inf, x, 0))
+
+    step = trace(loss, np.array([1.0, -1.0], np.float32), (), None, None, None)
+    assert verify(convert(step), step, TIGHT).error == 0
+
+
+def test_an_optimizer_that_needs_the_loss_is_refused():
+    optax = pytest.importorskip("optax")
+    with pytest.raises(ConversionError, match="does not update from gradients, state and parameters alone"):
+        trace(lambda w, x: jnp.sum(w * x), random(4), (random(4),), None, optax.lbfgs(), None)

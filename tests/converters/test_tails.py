@@ -98,6 +98,33 @@ def test_values_and_gradients_keep_their_digits_far_from_and_near_zero():
             close(found[f"grad.values.{name}"], single.grad, double.grad, f"gradient of {name}")
 
 
+class Maximum(nn.Module):
+    """Running maxima and minima, and an exponential of a matrix, of parameters."""
+
+    def __init__(self, x, matrix):
+        super().__init__()
+        self.x, self.matrix = nn.Parameter(x), nn.Parameter(matrix)
+
+    def forward(self, by):
+        return (
+            (self.x.cummax(0).values * by).sum()
+            + (self.x.cummin(0).values * by).sum()
+            + (torch.linalg.matrix_exp(self.matrix) * by[:2]).sum()
+        )
+
+
+def test_the_last_of_equal_maxima_has_the_gradient_and_matrices_may_be_large():
+    x = torch.tensor([1.0, 1.0, -torch.inf, 0.5, 2.0, 2.0, 2.0])
+    model, by = Maximum(x, torch.tensor([[-200.0, 1.0], [0.5, -3.0]])), torch.arange(1.0, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = export_training_step(model, by, check=False)
+    found = outputs(step, {"x": x.numpy(), "matrix": model.matrix.detach().numpy(), "input.0": by.numpy()})
+    model(by).backward()
+    np.testing.assert_allclose(found["grad.x"], model.x.grad)
+    np.testing.assert_allclose(found["grad.matrix"], model.matrix.grad, rtol=1e-4, atol=1e-6)
+
+
 def close(found, single, double, what):
     """Assert a relative distance of 1e-5, or four times torch's own."""
     single, double = (each.detach().double().numpy() for each in (single, double))

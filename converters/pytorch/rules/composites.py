@@ -173,18 +173,20 @@ def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def matrix_exp(x: torch.Tensor) -> torch.Tensor:
-    """Taylor's polynomial of x / 32, squared five times: for matrices of norms up to about 32."""
-    part = x / 2**_SQUARINGS
+    """Taylor's polynomial of x / 2^s, squared s times, where s brings the largest norm of the batch to at most 1."""
+    norm = x.detach().abs().sum(-2).amax().clamp(min=1.0)
+    halvings = norm.log2().ceil()
+    part = x / torch.exp2(halvings)
     unit = torch.eye(x.shape[-1], dtype=x.dtype)
     made = unit + part / _TERMS
     for order in range(_TERMS - 1, 0, -1):
         made = unit + part @ made / order
-    for _ in range(_SQUARINGS):
-        made = made @ made
+    for turn in range(_SQUARINGS):
+        made = torch.where(halvings > turn, made @ made, made)
     return made
 
 
-_SQUARINGS, _TERMS = 5, 10  # at a norm of 32 the first term left out is 1 / 11!
+_SQUARINGS, _TERMS = 12, 10  # for norms up to 4096; at a norm of 1 the first term left out is 1 / 11!
 
 
 def gaussian_nll_loss(

@@ -200,14 +200,16 @@ def cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> t
 
 @rule(aten.cummax.default)
 def cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every prefix; the first of equals, where torch takes the last."""
-    values, indices = _prefixes(x, dim, -torch.inf).max(-1)
+    """Of every prefix; of equals the last, as in torch."""
+    values = _prefixes(x, dim, -torch.inf).amax(-1)
+    equal = (x.movedim(dim, -1).unsqueeze(-2) == values.unsqueeze(-1)).tril()
+    indices = torch.where(equal, torch.arange(x.shape[dim]), -1).amax(-1)
     return values.movedim(-1, dim), indices.movedim(-1, dim)
 
 
 @rule(aten.cummin.default)
 def cummin(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every prefix; the first of equals, where torch takes the last."""
+    """Of every prefix; of equals the last, as in torch."""
     values, indices = cummax(-x, dim)
     return -values, indices
 
