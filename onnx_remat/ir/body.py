@@ -52,7 +52,7 @@ def defined_in(body: onnx.GraphProto) -> set[str]:
     """Return the names that a body defines itself: they shadow outer values."""
     inner = {value.name for value in body.input} | {tensor.name for tensor in body.initializer}
     inner.update(sparse.values.name for sparse in body.sparse_initializer)
-    inner.update(name for inside in body.node for name in inside.output)
+    inner.update(name for inside in body.node for name in inside.output if name)
     return inner
 
 

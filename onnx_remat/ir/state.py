@@ -54,7 +54,7 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
             raise ModelError(f"state {name}={output}: output {output!r} is already the next value of another input")
         if output not in made:
             raise ModelError(f"state {name}={output}: no node computes output {output!r}; leave this state out")
-        if _type(inputs[name]) != _type(outputs[output]):
+        if not _may_be_alike(inputs[name], outputs[output]):
             raise ModelError(f"state {name}={output}: the two differ in type or shape")
         names[output] = NEW + name
     used = set(names_in(graph)) - set(names)
@@ -66,7 +66,12 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
     return replace(source, model=model)
 
 
-def _type(value: onnx.ValueInfoProto) -> tuple[int, tuple[int | str, ...]]:
-    tensor = value.type.tensor_type
-    dims = tensor.shape.dim
-    return tensor.elem_type, tuple(dim.dim_param or dim.dim_value for dim in dims)
+def _may_be_alike(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
+    """Whether two values have one element type, and no rank or size that is stated of both differs."""
+    a, b = one.type.tensor_type, other.type.tensor_type
+    if a.elem_type != b.elem_type or not (a.HasField("shape") and b.HasField("shape")):
+        return a.elem_type == b.elem_type
+    if len(a.shape.dim) != len(b.shape.dim):
+        return False
+    pairs = zip(a.shape.dim, b.shape.dim, strict=True)
+    return all(x.dim_value == y.dim_value for x, y in pairs if x.HasField("dim_value") and y.HasField("dim_value"))

@@ -129,7 +129,7 @@ def _body_workspace(
     """Return the bytes that the op's bodies allocate; ShapeError if they are unknown."""
 
     def peak(body: onnx.ModelProto) -> int:
-        graph = build(body)
+        graph = build(body, kernels.no_kernel)
         sizes = infer(graph, askers=SHAPE_ASKERS)
         nothing = [0] * len(graph.ops)
         problem = compile_problem(graph, sizes, tabulate(graph, sizes, kernels), kernels, nothing, nothing)
@@ -172,7 +172,7 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
     result = []
     for op in graph.ops:
-        fixed_shape = op.node.op_type == "Shape" and not any(
+        fixed_shape = key(op.node) == (STANDARD, "Shape") and not any(
             isinstance(d, str | None) for d in tensors[op.inputs[0]].symbolic or (None,)
         )
         folds = (fixed_shape or all(name in constant for name in op.reads)) and not (

@@ -289,7 +289,8 @@ def _zero_padded(node: onnx.NodeProto, scope: _Scope) -> bool:
         return False
     if any(pad.input[3:]) or scope.reads[pad.output[0]] > 1:
         return False
-    value = scope.constant(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else np.zeros(1)
+    stated = np.asarray(_attribute(pad, "value", 0.0))  # before opset 11
+    value = scope.constant(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else stated
     return value is not None and not value.any()
 
 
@@ -302,7 +303,9 @@ def _padded_average(node: onnx.NodeProto, scope: _Scope) -> bool:
     if not _zero_padded(node, scope):
         return False
     pad = scope.maker(node.input[0], through=("Identity",))
-    widths = scope.constant(pad.input[1]) if pad is not None else None
+    widths = None
+    if pad is not None:
+        widths = scope.constant(pad.input[1]) if len(pad.input) > 1 else np.asarray(_attribute(pad, "pads", ()))
     uneven = widths is None or bool((widths[: widths.size // 2] != widths[widths.size // 2 :]).any())
     own = _attribute(node, "pads")
     return uneven or (not _attribute(node, "count_include_pad", 0) and own is not None and any(own))

@@ -22,7 +22,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, at_levels
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Goal, SessionMemory, simulated_levels
+from onnx_remat.rewrite.accounting import MARGIN, Goal, LoopMemory, SessionMemory, simulated_levels
 from onnx_remat.rewrite.plans import (
     REFUSAL_HEADROOM,
     SEARCHES,
@@ -121,6 +121,10 @@ def fit(
     direct = Direct.of(goal.memory.compiled)
     try:
         best = _attempts(goal, work, seconds_per_file, known, direct)
+    except TooLittleTime:
+        if rival is None:
+            raise
+        best = rival
     except Refusal as refusal:
         if rival is None:
             if work.deadline.ends_within(seconds_per_file):
@@ -417,6 +421,8 @@ def _write(
     }
     if isinstance(goal.memory, SessionMemory):
         metadata["level"] = goal.memory.level
+    elif isinstance(goal.memory, LoopMemory) and not goal.memory.options.fuse:
+        metadata["fuse"] = "0"
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
     return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)

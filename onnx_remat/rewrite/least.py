@@ -57,7 +57,7 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     BudgetInfeasibleError
         A time limit that was asked for is too short for a single trial.
     """
-    options, most = original.options, original.memory.original_bytes
+    options, most = original.options, original.taken
     effort = None if options.effort is None else _TRIAL_EFFORT * options.effort
     brief = replace(options, effort=effort, verify="none" if options.verify == "none" else "check")
     trial, enough = replace(original, options=brief), _FILES_PER_TRIAL * original.seconds_per_file

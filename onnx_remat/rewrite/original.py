@@ -71,9 +71,14 @@ class Original:
         """Return the least budget that could be kept if no plan peaks below `floor`: at most the original's bytes."""
         return min(self.memory.budget_for(floor), self.memory.original_bytes)
 
+    @property
+    def taken(self) -> int:
+        """Bytes that count against a budget: the covered memory, with the arena where the budget covers that."""
+        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level))
+
     def keeps(self, budget: int) -> bool:
         """Return whether the original itself is within a budget."""
-        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level)) <= budget
+        return self.taken <= budget
 
 
 @dataclass(frozen=True, slots=True)

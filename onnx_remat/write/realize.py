@@ -9,6 +9,7 @@ import numpy as np
 from onnx_remat.ir.dropout import adjoined, is_draw, is_product
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
+from onnx_remat.ir.opsets import STANDARD
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.base import key
@@ -166,7 +167,7 @@ def _is_absorbed(compiled: Compiled, op: Op) -> bool:
 
     No helper is inserted between them, and it triggers no control edge: it would become a separate copy again.
     """
-    if op.node.op_type != "Transpose":
+    if key(op.node) != (STANDARD, "Transpose"):
         return False
     perm = list(attributes(op.node).get("perm", ()))  # type: ignore[call-overload]
     last = len(perm) - 1

@@ -61,7 +61,7 @@ def stating(notes: dict[str, str]) -> onnx.ModelProto:
 
 
 def test_what_a_file_was_planned_for_is_read_once_for_all():
-    plan = Planned(100, 200, ["a"], [], [], {"batch": 4}, "loop", "cpu", None, "every")
+    plan = Planned(100, 200, ["a"], [], [], {"batch": 4}, "loop", "cpu", None, "every", True)
     assert planned(stating(STATED), "it") == plan
     device = STATED | {PROVIDER_KEY: "cuda", WORKSPACE_KEY: "64", MOVES_KEY: '["b"]'}
     assert planned(stating(device), "it") == replace(plan, moved=["b"], provider="cuda", workspace=64)

@@ -10,7 +10,7 @@ import pytest
 import onnx_remat
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io
-from onnx_remat.ir.body import into_body, is_body, out_of_body
+from onnx_remat.ir.body import into_body, is_body, out_of_body, unshadow
 from onnx_remat.measure import processes
 from sample_models.chain import chain
 
@@ -210,3 +210,22 @@ def test_a_budget_that_is_kept_says_that_the_file_is_another() -> None:
         result = onnx_remat.rewrite_model(chain(3, 16, 8), "100%", patterns=patterns, **options)
         assert is_body(result.model) is not patterns
         assert result.report.notes[0] == f"the original keeps this budget already: OUT is the original, {said}"
+
+
+def test_absent_outputs_are_no_names() -> None:
+    """A body's absent outputs, and absent inputs, stay absent where the graph outside has absent outputs as well."""
+    text = """(float[2, 1, 3] x, float[1, 16, 3] w, float[1, 16, 4] r, bool c) => (float[2, 1, 4] z) {
+        , h, = LSTM <hidden_size = 4> (x, w, r)
+        z = If (c) <
+            then_branch = g () => (float[2, 1, 4] y) {
+                q, , = LSTM <hidden_size = 4> (x, w, r, , , h)
+                a = Clip (q, , one)
+                y = Squeeze (a, at) },
+            else_branch = e () => (float[2, 1, 4] s) {
+                p, , = LSTM <hidden_size = 4> (x, w, r)
+                s = Squeeze (p, at) }>
+    }"""
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> g {text}')
+    before = model.SerializeToString()
+    unshadow(model.graph)
+    assert model.SerializeToString() == before

@@ -157,3 +157,11 @@ def test_bodies_are_searched_and_nodes_named():
     )
     (warning,) = known_bugs.warnings(made)
     assert warning.startswith("node 'times' multiplies") and "MatmulTransposeFusion" in warning
+
+
+def test_pads_that_are_attributes_are_read():
+    text = "(float[1, 2, 4, 4] x) => (y) {{ q = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 1]{}> (x)"
+    text += "  y = {} <kernel_shape = [3, 3]> (q) }}"
+    for value, pool, bugs in (("", "MaxPool", 1), (", value = -1.0", "MaxPool", 0), ("", "AveragePool", 0)):
+        made = onnx.parser.parse_model('<ir_version: 9, opset_import: ["" : 10]> g ' + text.format(value, pool))
+        assert len(known_bugs.find(made)) == bugs

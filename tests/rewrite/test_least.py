@@ -25,6 +25,10 @@ class Step:
     memory: SimpleNamespace
     seconds_per_file: float = 0.1
 
+    @property
+    def taken(self) -> int:
+        return 1000
+
     def impossible_below(self, floor: int) -> int:
         return floor
 

@@ -206,6 +206,15 @@ def function_called_twice_with_clashing_names(m):
     splice(m, [make("Twice", ["a2"], ["p"], domain="my"), make("Twice", ["p"], ["odd"], domain="my")], "odd")
 
 
+@odd()
+def functions_that_have_names_of_standard_ops(m):
+    import_domain(m, "my")
+    m.functions.append(function("Gemm", [make("Tanh", ["a"], ["b"])]))
+    m.functions.append(function("Transpose", [make("Neg", ["a"], ["b"])]))
+    nodes = [make("Gemm", ["a2"], ["p"], domain="my"), make("Transpose", ["p"], ["odd"], domain="my")]
+    splice(m, nodes, "odd")
+
+
 # Sequences and optionals
 
 

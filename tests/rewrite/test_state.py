@@ -105,3 +105,11 @@ def test_the_command_names_state(tmp_path, capsys, monkeypatch):
     assert "is not IN=OUT" in capsys.readouterr().err
     assert main(["in.onnx", "more.onnx", "--budget", "70%", "--state", "w0=a", "--state", "w0=b"]) == 2
     assert not (tmp_path / "more.onnx").exists()
+
+
+def test_an_output_without_a_shape_may_be_state():
+    text = "(float[4] w, float[N] x) => (float loss, float next) { loss = ReduceSum <keepdims = 0> (x)"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> g {text} next = Neg (w) }}')
+    model.graph.output[1].type.tensor_type.ClearField("shape")
+    named = with_state(load(model), {"w": "next"}).model
+    assert [value.name for value in named.graph.output] == ["loss", "new.w"]

@@ -14,6 +14,7 @@ from onnx import TensorProto
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import dropout
 from onnx_remat.ir.graph import Graph, Op, attributes, blames_the_node
+from onnx_remat.ir.opsets import STANDARD, canonical
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Kernels
@@ -136,7 +137,7 @@ def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float
 
 def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
     """Return the floating-point operations of one execution; a multiply-add counts as two."""
-    kind = op.node.op_type
+    kind = op.node.op_type if canonical(op.node.domain) in (STANDARD, "com.microsoft") else ""
     output = tensors[op.writes[0]] if op.writes else None
     made = float(math.prod(output.shape)) if output else 0.0
     shapes = [tensors[n].shape if n else () for n in op.inputs]

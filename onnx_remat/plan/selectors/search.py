@@ -207,7 +207,7 @@ def _improving(request: Request, plan: Candidate) -> str:
     """Return the progress message for improving `plan`."""
     if plan.over:
         return f"no plan within the budget yet, lowest peak {format_bytes(plan.peak)}"
-    return f"improving a plan of +{plan.cost / float(request.problem.cost.sum()) - 1:.1%} compute"
+    return f"improving a plan of +{plan.cost / (float(request.problem.cost.sum()) or 1.0) - 1:.1%} compute"
 
 
 @register("search")
