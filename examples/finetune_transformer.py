@@ -1,4 +1,4 @@
-"""Fine-tune a small transformer within 65 % of the memory of its original step.
+"""Fine-tune a small transformer within 75 % of the memory of its original step.
 
 A PyTorch model from a config, AdamW with a learning-rate schedule, evaluation, a checkpoint, and the trained weights
 back in the module. Needs onnx-remat[torch].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from onnx_remat.errors import (
@@ -42,7 +43,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use, so that importing the package stays fast."""
+    """Import public names and modules on first use, so that importing the package stays fast."""
     if name in ("plan_model", "rewrite_model"):
         from onnx_remat.rewrite import pipeline
 
@@ -55,4 +56,6 @@ def __getattr__(name: str) -> Any:
         from onnx_remat.session.session import Session
 
         return Session
+    if name in ("distributed", "runtime", "show", "split", "sweep", "training"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

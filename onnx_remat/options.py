@@ -242,8 +242,8 @@ class Options:
         30.0, _optional(_duration), "--effort",
         "amount of search, in seconds of a reference core; the same plan on every machine", metavar="N",
     )  # fmt: skip
-    """Amount of search, in seconds of a reference core: the plan is the same on every machine. None, and where only
-    `time_limit` is given: `time_limit` seconds. Where only the effort is given, there is no time limit."""
+    """Amount of search, in seconds of a reference core: the plan is the same on every machine. Where only `time_limit`
+    is given: `time_limit` seconds. Where only the effort is given, there is no time limit."""
 
     costs: str = _option(
         "", _text, "--costs",
@@ -367,6 +367,12 @@ def of_sessions(given: PlanningOptions, what: str) -> None:
     if given.get("run_by") not in (None, "session"):
         raise UsageError("{} measures onnxruntime's own sessions: leave {} out", what, Setting("run_by"))
     given["run_by"] = "session"
+
+
+def without_arena(given: PlanningOptions, what: str) -> None:
+    """Raise UsageError for `arena`, which `what` does not count."""
+    if given.get("arena"):
+        raise UsageError("{} counts tensors, without the arena: leave {} out", what, Setting("arena", True))
 
 
 def parse_options(given: PlanningOptions) -> Options:

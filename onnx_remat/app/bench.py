@@ -7,11 +7,13 @@ import json
 import platform
 import statistics
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Unpack
 
+import numpy as np
 from onnx import TensorProto
 
 from onnx_remat import files
@@ -25,12 +27,13 @@ from onnx_remat.app.flags import (
     planning_options,
 )
 from onnx_remat.app.streams import complain, say
-from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
+from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
 from onnx_remat.ir import model_io
+from onnx_remat.ir.state import with_state
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.measure.profiling import node_seconds, profile
-from onnx_remat.messages import Finding
+from onnx_remat.messages import Finding, Setting
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
@@ -164,6 +167,7 @@ def benchmark(
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
     of_sessions(options, "the benchmark")
+    _check_names(model, state)
     provider = options.get("provider", "cpu")
     if python == sys.executable:
         runtime.check_provider(kernels_of(provider).execution_providers[0])
@@ -172,6 +176,9 @@ def benchmark(
         options = {"verify": "none", **options}
     dims, title = options.get("dims", {}), model.stem
     with files.scratch() as home, runtime.as_step(model) as model:
+        if "state_outputs" in options:
+            named = with_state(model_io.load(model), options.pop("state_outputs"))
+            model = runtime.write_beside(named.model, named.folder, home)
         if "costs" not in options:
             measured = profile(model, dims, threads=threads, provider=provider, python=python)
             (home / "profile.json").write_text(measured.to_json())
@@ -203,6 +210,20 @@ def benchmark(
         seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
         report.warnings,
     )  # fmt: skip
+
+
+def _check_names(model: Path, state: str) -> None:
+    """Raise UsageError where an ``.npz`` of initial values cannot be read, or names what is no input of a model."""
+    if Path(state).suffix != ".npz":
+        return
+    inputs = {value.name for value in model_io.load(model).model.graph.input}
+    try:
+        with np.load(state) as given:
+            unknown = [name for name in given.files if name not in inputs]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{state} cannot be read as initial values: {error}") from error
+    if unknown:
+        raise UsageError(f"{state}: the model has no input {unknown[0]!r}{did_you_mean(unknown[0], inputs)}")
 
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -264,7 +285,10 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
         return True
 
     plain = largest(lambda size: peak(size) <= allowed)
-    return plain, largest(fits, known=plain)
+    small = largest(fits, known=plain)
+    if not small:
+        rewrite(model, allowed, sized(1))  # raises, and says why
+    return plain, small
 
 
 def largest(holds: Callable[[int], bool], limit: int = 1 << 20, known: int = 0) -> int:
@@ -289,7 +313,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="onnx-remat-bench",
         description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare measured "
         "peak, step time, losses, and the errors of the predictions. Budget and peaks are the sum of tensors in "
-        "onnxruntime's own session (onnx-remat --for session).",
+        "onnxruntime's own session (onnx-remat --for session); with --max-batch, what --for says.",
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
@@ -330,9 +354,17 @@ def _markdown(b: Benchmark, budget: str) -> str:
     )
 
 
+def _check_alone(given: argparse.Namespace) -> None:
+    """Raise UsageError where a flag says how to train: a search for the largest batch trains nothing."""
+    unused = [name for name in ("json", "markdown", "initial") if getattr(given, name)]
+    if given.max_batch and unused:
+        raise UsageError("{} trains nothing: leave {} out", Setting("max_batch"), Setting(unused[0]))
+
+
 def _run(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     options = planning_options(given)
+    _check_alone(given)
     if given.json not in (None, "-"):
         sources = {path: model_io.load(path) for path in given.input}
         check_files(sources, None, [("--json", given.json)], given.costs, initial=given.initial, runtime=given.runtime)

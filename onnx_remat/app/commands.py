@@ -23,6 +23,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.messages import Finding
 
+_CUSTOM = "none: also for models with ops that onnxruntime lacks, which it cannot load (default: check)"
 _PLANNED_SIZE = "size of a symbolic dimension (default: the size that the file was planned for)"
 
 
@@ -37,7 +38,8 @@ def estimate(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("input", metavar="IN", help="any graph: a training step, or one for inference")
     parser.add_argument("--json", metavar="PATH|-", help="also write the estimate as JSON (- is standard output)")
-    add_flags(parser)
+    add_flags(parser, without=("arena", "effort"))
+    add_flag(parser, "verify", _CUSTOM)
     given = parser.parse_args(arguments)
     options, progress = planning_options(given), Progress()
     options["progress"] = progress
@@ -95,18 +97,20 @@ def sweep(arguments: Sequence[str]) -> int:
         description="Rewrite IN for a range of budgets and show peak memory against extra compute.",
     )
     parser.add_argument("input", metavar="IN", help="training graph")
-    parser.add_argument("--points", type=int, default=10, metavar="N", help="budgets to try (default 10)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that plan in parallel (default 1)")
+    parser.add_argument("--points", type=int, metavar="N", help="budgets to try (default 10)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that plan in parallel (default 1)")
     parser.add_argument(
         "--lowest", action="store_true",
         help="only search for the lowest budget that a file keeps, and show the highest that is proved impossible",
     )  # fmt: skip
-    add_flags(parser, effort="10s")
+    add_flags(parser, effort="10s", without=("arena",))
+    add_flag(parser, "verify", _CUSTOM)
     parser.add_argument("--json", metavar="PATH|-", help="also write the curve as JSON (- is standard output)")
     parser.add_argument("--plot", metavar="PATH", help=f"also plot the curve: {', '.join(show.IMAGES)}")
     given = parser.parse_args(arguments)
-    if given.plot and given.lowest:
-        raise UsageError("--lowest finds one budget, not a curve: leave --plot out")
+    flags = {"--plot": given.plot, "--points": given.points, "--jobs": given.jobs}
+    if given.lowest and (flag := next((flag for flag, value in flags.items() if value is not None), None)):
+        raise UsageError(f"--lowest finds one budget, not a curve: leave {flag} out")
     if given.plot:
         show.check(given.plot, show.IMAGES)
     options, progress = planning_options(given), Progress()
@@ -119,8 +123,9 @@ def sweep(arguments: Sequence[str]) -> int:
         if given.lowest:
             found = lowest_budget(source, **options)
         else:
-            read = given.input if given.jobs > 1 else source  # other processes read the file, and its data, themselves
-            found = curve = run(read, given.points, given.jobs, **options)
+            points, jobs = (10 if given.points is None else given.points), (1 if given.jobs is None else given.jobs)
+            read = given.input if jobs > 1 else source  # other processes read the file, and its data, themselves
+            found = curve = run(read, points, jobs, **options)
             draw = partial(show.draw_curve, curve)
     finally:
         progress.clear()
@@ -196,8 +201,9 @@ def check(arguments: Sequence[str]) -> int:
 def split(arguments: Sequence[str]) -> int:
     """Write a training step as two files: one that outputs the gradients, and the update."""
     from onnx_remat.ir.naming import NEW
-    from onnx_remat.split import Split, accumulating, split_step
-    from onnx_remat.units import parse_dims
+    from onnx_remat.ir.state import with_state
+    from onnx_remat.split import accumulating, split_step
+    from onnx_remat.units import parse_dims, parse_pairs
 
     parser = Parser(
         prog="onnx-remat split",
@@ -212,6 +218,7 @@ def split(arguments: Sequence[str]) -> int:
         help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>, as onnx_remat.distributed needs it",
     )  # fmt: skip
     add_flag(parser, "loss", "name of the loss, if it cannot be inferred")
+    add_flag(parser, "state_outputs")
     add_flag(parser, "dims", "size of a symbolic dimension")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     given = parser.parse_args(arguments)
@@ -219,9 +226,11 @@ def split(arguments: Sequence[str]) -> int:
     paths = given.gradients or f"{stem}.gradients.onnx", given.update or f"{stem}.update.onnx"
     source = model_io.load(given.input)
     check_files({given.input: source}, None, [("GRADIENTS", paths[0]), ("UPDATE", paths[1])])
+    if given.state_outputs:
+        source = with_state(source, parse_pairs(given.state_outputs))
     found = split_step(source, loss=given.loss, dims=parse_dims(given.dims or []) or None)
     if given.accumulate:
-        found = Split(accumulating(found.gradients), found.update, found.parameters, found.folder)
+        found = replace(found, gradients=accumulating(found.gradients))
     found.save(*paths, force=given.force)
     renewed = sum(value.name.startswith(NEW) for value in found.update.graph.output)
     nodes = [len(model.graph.node) for model in (found.gradients, found.update)]

@@ -77,8 +77,10 @@ def add_flag(flags: Flags, name: str, help: str | None = None, default: object =
     flags.add_argument(option.flag, dest=name, default=default, help=(help or option.help).format(**filled), **more)
 
 
-def add_flags(parser: argparse.ArgumentParser, group: str = "planning", effort: str = "30s") -> Flags:
-    """Add the flags of all options in a group; `planning_options` reads them.
+def add_flags(
+    parser: argparse.ArgumentParser, group: str = "planning", effort: str = "30s", without: Sequence[str] = ()
+) -> Flags:
+    """Add the flags of all options in a group, except for some; `planning_options` reads them.
 
     `effort` is the command's default where neither an effort nor a time limit is given.
     """
@@ -88,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser, group: str = "planning", effort: 
     filled = {"provider": "cpu", "selectors": f"{', '.join(selector_names())}; {where}", "effort": effort}
     flags = parser.add_argument_group(group)
     for name, option in OPTIONS.items():
-        if option.flag and option.group == group:
+        if option.flag and option.group == group and name not in without:
             add_flag(flags, name, **filled)
     parser.set_defaults(default_effort=effort)
     return flags
@@ -131,6 +133,7 @@ def flag_names() -> Mapping[str, str]:
     from onnx_remat.options import OPTIONS
 
     others = {"budget": "--budget", "force": "--force", "jobs": "--jobs", "python": "--runtime"}
+    others |= {"max_batch": "--max-batch", "json": "--json", "markdown": "--markdown", "initial": "--initial"}
     return {name: option.flag for name, option in OPTIONS.items() if option.flag} | others
 
 

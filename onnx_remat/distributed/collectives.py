@@ -24,7 +24,6 @@ require("torch", "torch")
 import torch
 from torch import distributed as engine
 
-from onnx_remat import errors
 from onnx_remat.errors import OnnxRematError, RankLostError, UsageError
 
 Array = npt.NDArray[Any]
@@ -177,20 +176,19 @@ class Ranks:
         With `patient`, for a call that may take longer than the engine's timeout, the first rank keeps the others
         informed that it is still running.
         """
-        answer: list[Any] = [None, "", ""]
+        answer: list[Any] = [None, None]
         if patient and self.count > 1:
             find = self._with_heartbeat(find)
         if self.rank == 0:
             try:
                 answer[0] = find()
             except OnnxRematError as error:
-                answer[1:] = [type(error).__name__, str(error)]
+                answer[1] = error
         if self.count > 1:
             with _lost(self.doing):
                 engine.broadcast_object_list(answer, src=0)
-        if answer[1]:
-            kind = getattr(errors, answer[1], OnnxRematError)
-            raise (OnnxRematError if kind is errors.BudgetInfeasibleError else kind)(answer[2])
+        if answer[1] is not None:
+            raise answer[1]
         return answer[0]
 
     def _with_heartbeat(self, find: Callable[[], Any]) -> Callable[[], Any]:

@@ -28,8 +28,9 @@ from onnx_remat.distributed.parts import Parts, prepare_apart
 from onnx_remat.distributed.settings import Settings
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
+from onnx_remat.messages import Setting
 from onnx_remat.session import heap, state_file
-from onnx_remat.session.interface import Formal, check_state
+from onnx_remat.session.interface import Formal, check_loss, check_state
 from onnx_remat.session.session import Session, seed_draws
 
 if TYPE_CHECKING:
@@ -121,10 +122,12 @@ class DataParallel:
         self._ranks = collectives.Ranks()
         self.rank, self.ranks = self._ranks.rank, self._ranks.count
         self._ranks.check_same("the settings of the job", asdict(self._settings) | {"seed": seed})
+        if isinstance(step, Parts):
+            _check_unplanned({"budget": budget, **options})
         self.parts = step if isinstance(step, Parts) else self._prepared(step, budget, options)
         if seed is not None:
             seed_draws(seed + self.rank)
-        self._loss, self._threads = options.get("loss") or "loss", threads or _threads()
+        self._loss, self._threads = options.get("loss") or self.parts.loss, threads or _threads()
         self._dims = dict(options.get("dims") or {})
         self.steps, self.times, self._failed = 0, Times(), ""
         whole = onnx.ModelProto.FromString(self.parts.update)
@@ -157,6 +160,7 @@ class DataParallel:
             raise UsageError(
                 "the step does not sum its gradients: create it with prepare, or onnx-remat split --accumulate"
             )
+        check_loss({array.name: Formal(array.dtype_name, array.shape) for array in session.outputs}, self._loss)
         return session
 
     def _open_update(self, whole: onnx.ModelProto) -> Session | None:
@@ -192,7 +196,10 @@ class DataParallel:
         if self._failed:
             raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint first")
         batches = [] if batch is None else [batch] if isinstance(batch, Mapping) else list(batch)
-        weights = [1.0] * len(batches) if weight is None else np.broadcast_to(weight, len(batches)).tolist()
+        weights = [1.0] * len(batches) if weight is None else np.asarray(weight, float).ravel().tolist()
+        weights *= len(batches) if len(weights) == 1 else 1
+        if len(weights) != len(batches):
+            raise UsageError(f"{len(batches)} batches need as many weights, or one for all, not {len(weights)}")
         if not all(0 <= each < float("inf") for each in weights):
             raise UsageError(f"weights must be finite numbers of at least 0, not {weights}")
         self._ranks.doing = f"making step {self.steps + 1}"
@@ -226,10 +233,11 @@ class DataParallel:
             if self._settings.seed is not None and _SEED in memory.step:
                 draw = (self.steps * self.ranks + self.rank) * len(batches) + number
                 memory.step[_SEED][...] = self._settings.seed + draw
-            self._session.execute(memory.step)
-            made = self._session.results(copy=False)
-            loss += weight * float(made[self._loss].item())
-            _copy_renewed(self._session, made, memory.step)
+            with self._session.lock:
+                self._session.execute(memory.step)
+                made = self._session.results(copy=False)
+                loss += weight * float(made[self._loss].item())
+                _copy_renewed(self._session, made, memory.step)
         return loss
 
     def _feed(self, batch: Batch, given: bool) -> None:
@@ -368,6 +376,13 @@ class DataParallel:
         if self._update is not None:
             self._update.close()
         heap.trim()
+
+
+def _check_unplanned(given: Mapping[str, object]) -> None:
+    """Raise UsageError where parts, which are prepared, are given with options for their plan."""
+    planned = [name for name, value in given.items() if value is not None and name not in ("dims", "loss")]
+    if planned:
+        raise UsageError("{} has no effect on parts: pass it to prepare", Setting(planned[0]))
 
 
 def _threads() -> int:

@@ -14,7 +14,9 @@ from onnx_remat.distributed.flat import kind_of, layout_of
 from onnx_remat.distributed.sharding import Piece, Shard, Sharding
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, UsageError
 from onnx_remat.ir import model_io
+from onnx_remat.messages import Message, Setting
 from onnx_remat.process import child
+from onnx_remat.units import format_bytes
 
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
@@ -43,6 +45,8 @@ class Parts:
         Predicted memory of training, in bytes, on the rank that takes most; 0 without a budget.
     recompute : float
         Extra compute of the step, as a fraction.
+    loss : str
+        The step's output that is the loss.
     """
 
     gradients: bytes
@@ -50,6 +54,7 @@ class Parts:
     shards: tuple[Shard, ...] = ()
     foreseen: int = 0
     recompute: float = 0.0
+    loss: str = "loss"
 
 
 def prepare(
@@ -84,16 +89,23 @@ def prepare(
     BudgetInfeasibleError
         No plan was found under the budget.
     """
+    from onnx_remat.ir.state import with_state
     from onnx_remat.options import parse_options
     from onnx_remat.rewrite.original import begin
     from onnx_remat.rewrite.pipeline import rewrite_for
+    from onnx_remat.rewrite.plans import TooLittleTime
     from onnx_remat.split import accumulating, split_step
-    from onnx_remat.units import format_bytes, parse_budget
+    from onnx_remat.units import parse_budget
 
     if ranks < 1:
         raise UsageError(f"ranks must be at least 1, not {ranks}")
+    if options.get("run_by") not in (None, "loop"):
+        raise UsageError("ranks train by sessions of their own: leave {} out", Setting("run_by"))
     parse_options(options)
-    parts = split_step(step, loss=options.get("loss"), dims=options.get("dims"))
+    source = model_io.load(step)
+    if "state_outputs" in options:
+        source = with_state(source, options.pop("state_outputs"))
+    parts = split_step(source, loss=options.get("loss"), dims=options.get("dims"))
     if any(t.data_location == onnx.TensorProto.EXTERNAL for t in parts.gradients.graph.initializer):
         raise ModelError("the step's weights lie in other files: export it with its parameters as inputs")
     summing = accumulating(parts.gradients)
@@ -101,26 +113,41 @@ def prepare(
     shards = tuple(map(sharding.shard, range(ranks))) if sharding else ()
     update = parts.update.SerializeToString()
     if budget is None:
-        return Parts(summing.SerializeToString(), update, shards)
+        return Parts(summing.SerializeToString(), update, shards, loss=parts.loss)
     model = sharding.model(_busiest(sharding)) if sharding else parts.update
     rest = ENGINE_BYTES + (_of_the_update(model, summing) if model is not None else 0)
     planning: PlanningOptions = {**options, "run_by": "loop"}
     original = begin(summing, planning)
     allowed = parse_budget(budget).resolve(original.memory.original_bytes + rest)
-    try:
-        if allowed <= rest:
-            raise BudgetInfeasibleError("no memory is left", rest, rest)
-        result = rewrite_for(original, allowed - rest)
-    except BudgetInfeasibleError as error:
+    if allowed <= rest:
         raise BudgetInfeasibleError(
-            f"of a rank's {format_bytes(allowed)}, the update, its state and the engine take {format_bytes(rest)}, and "
-            f"the step does not fit in the remainder: {error}; accumulate over smaller batches, or pass zero=True",
-            error.best_peak_bytes, error.lower_bound_bytes,
-        ) from error  # fmt: skip
+            f"no memory is left for the step: of a rank's {format_bytes(allowed)}, the update, its state and the "
+            f"engine take {format_bytes(rest)}; pass a larger budget, or zero=True",
+            rest, rest,
+        )  # fmt: skip
+    try:
+        result = rewrite_for(original, allowed - rest)
+    except TooLittleTime:
+        raise
+    except BudgetInfeasibleError as error:
+        raise _of_a_rank(error, allowed, rest) from error
     after = result.report.loop_after
     assert after is not None
     gradients = result.model.SerializeToString()
-    return Parts(gradients, update, shards, after.total + rest, result.report.extra_compute)
+    return Parts(gradients, update, shards, after.total + rest, result.report.extra_compute, parts.loss)
+
+
+def _of_a_rank(error: BudgetInfeasibleError, allowed: int, rest: int) -> BudgetInfeasibleError:
+    """Return the error of a step that has a rank's budget without `rest`, in bytes of the rank."""
+    found, advised, larger = error.best_peak_bytes + rest, error.settings.get("budget"), ""
+    if isinstance(advised, int):
+        larger = Message("try {} ({}), ", Setting("budget", advised + rest), format_bytes(advised + rest))
+    text = Message(
+        "no plan found for a rank's {}, of which the update, its state and the engine take {}; {}accumulate over "
+        "smaller batches, or pass zero=True",
+        format_bytes(allowed), format_bytes(rest), larger,
+    )  # fmt: skip
+    return BudgetInfeasibleError(text, found, error.lower_bound_bytes + rest)
 
 
 def _busiest(sharding: Sharding) -> int:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import onnx
 
 from onnx_remat import files
+from onnx_remat.findings.planned_options import options_of
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
 from onnx_remat.ir.training_ops import check_ops
@@ -46,7 +47,7 @@ class CheckResult(Finding):
         Recomputed nodes that ONNX Runtime runs as separate nodes, per level; it merges the others or fuses them into
         their readers.
     measured : int or None
-        Peak of tensors in bytes of a run at the default level; None where the file was not run.
+        Peak of tensors in bytes of a run at the default level; None where the file was not run, or on a device.
     trained : int or None
         Predicted bytes that training by `session.session.Session` takes, where the budget covers that.
     beyond : int
@@ -57,6 +58,8 @@ class CheckResult(Finding):
         Outputs of those that no copy from the host produces now.
     level : str
         The level at which a plain session keeps the budget, see `Options.level`.
+    ran : bool
+        Whether the file was run.
     """
 
     schema: ClassVar[str] = "onnx-remat/check/1"
@@ -74,6 +77,7 @@ class CheckResult(Finding):
     moved: int = 0
     moved_lost: tuple[str, ...] = ()
     level: str = "every"
+    ran: bool = False
 
     @property
     def kept(self) -> bool:
@@ -127,8 +131,10 @@ class CheckResult(Finding):
             why = "another environment runs the file" if runtime.available() else "onnxruntime is not installed"
             (simulated,) = self.peaks_by_level.values()
             lines.append(f"simulated peak {format_bytes(simulated)}, without graph optimisations: {why}")
-        if self.measured is None:
+        if not self.ran:
             lines.append("the file was not run")
+        elif self.measured is None:
+            lines.append("the file runs; the device's memory was not measured")
         else:
             peak, beyond = format_bytes(self.measured), format_bytes(self.beyond)
             lines.append(f"the file runs: measured peak {peak} of tensors (plus {beyond} of pages and bookkeeping)")
@@ -180,22 +186,24 @@ def check(
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
-    sizes, provider = dict(dims or plan.dims), provider or plan.provider
-    space = plan.workspace if provider != "cpu" else None
-    options = Options(provider=provider, dims=sizes, cudnn_workspace=space, run_by=plan.run_by)
+    options = options_of(source.model, plan, dims, provider)
     if here := python == sys.executable:
         check_ops(source.model)
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
     made = {name: node for node in source.model.graph.node for name in node.output}
     executed = at_levels(source.model, source.folder, levels, options.preparation())
     runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
-    beyond, measured = 0, None
+    beyond, measured, ran = 0, None, False
     if run and (not here or _can_run(options)):
-        beyond = processes.beyond_tensors(list(executed.values())[-1])
+        ran = True
         with files.scratch() as home:
             file = _file_of(path, source, home)
-            resident = partial(processes.measure, file, dims=sizes, provider=provider, python=python)
-            measured = processes.peak_under(plan.budget + beyond, resident) - beyond
+            resident = partial(processes.measure, file, dims=options.dims, provider=options.provider, python=python)
+            if options.kernels().device == "cpu":
+                beyond = processes.beyond_tensors(list(executed.values())[-1])
+                measured = processes.peak_under(plan.budget + beyond, resident) - beyond
+            else:
+                resident()  # what is resident is the host's memory, not the device's
     return CheckResult(
         len(plan.recomputed),
         len(plan.control_edges),
@@ -205,11 +213,12 @@ def check(
         {level: what.timeline.peak for level, what in executed.items()},
         {level: sum(name in made_there for name in plan.recomputed) for level, made_there in runs.items()},
         measured,
-        predict(executed["all"]).total if "all" in executed and plan.run_by == "loop" else None,
+        predict(executed["all"], fuse=plan.fuse).total if "all" in executed and plan.run_by == "loop" else None,
         beyond,
         len(plan.moved),
         tuple(name for name in plan.moved if name not in made or made[name].op_type != UP),
         plan.level,
+        ran,
     )
 
 

@@ -9,7 +9,7 @@ from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
 from onnx_remat.ir.shapes import with_planned
 from onnx_remat.messages import Finding, Message, Setting
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.rewrite.accounting import Goal
 from onnx_remat.rewrite.original import begin
@@ -111,6 +111,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     UsageError, ModelError, ShapeError
         An argument or the model is invalid.
     """
+    without_arena(options, "an estimate")
     source = model_io.load(model)
     dims = with_planned(source.model, options.get("dims") or {})  # of a file that was planned before
     original = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})

@@ -11,12 +11,12 @@ from typing import ClassVar
 import numpy as np
 import onnx
 
+from onnx_remat.findings.planned_options import options_of
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
 from onnx_remat.ir.shapes import TAG, UNSEEN
 from onnx_remat.messages import Finding
-from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
@@ -236,13 +236,13 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
-    preparation = Options(dims=dims or plan.dims).preparation()
+    preparation = replace(options_of(source.model, plan, dims).preparation(), fixed=False)
     executed = as_executed(source.model, source.folder, "disable", preparation)
     trained, not_fused = None, ""
     kernels: tuple[Kernel, ...] = ()
     if plan.run_by == "loop" and runtime.available() and plan.provider == "cpu":
         optimized = as_executed(source.model, source.folder, "all", replace(preparation, fixed=True))
-        arranged = prediction.laid_out(optimized)
+        arranged = prediction.laid_out(optimized, fuse=plan.fuse)
         trained, kernels = prediction.footprint(arranged).total, _kernels(arranged)
         not_fused = arranged.fused.why_not
     found = _explanation(source.model, executed, plan, trained)

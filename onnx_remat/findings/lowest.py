@@ -10,7 +10,7 @@ from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings.sweep import named
 from onnx_remat.ir.model_io import Model
 from onnx_remat.messages import Finding
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.plan.selectors import silent
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
@@ -92,6 +92,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     >>> found.impossible <= found.budget < found.original_peak
     True
     """
+    without_arena(options, "a search for the lowest budget")
     progress = options.pop("progress", silent)
     original = begin(model, options)
     report = rewrite_for(original, "100%").report

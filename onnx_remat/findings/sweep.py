@@ -15,7 +15,7 @@ import numpy as np
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError
 from onnx_remat.ir.model_io import Model, load
 from onnx_remat.messages import Finding, Setting
-from onnx_remat.options import PlanningOptions
+from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.plan.selectors import Progress, silent
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.accounting import smallest_budget
@@ -116,6 +116,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         raise UsageError(f"a sweep has 2 to {MOST_POINTS} points, not {points}")
     if jobs < 1:
         raise UsageError("{} must be at least 1, not {}", Setting("jobs"), jobs)
+    without_arena(options, "a sweep")
     progress = options.pop("progress", silent)
     original = begin(model, options)
     whole = rewrite_for(original, "100%")

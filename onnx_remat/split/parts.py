@@ -35,6 +35,8 @@ class Split:
         The update, which reads parameters, optimizer state, ``grad.<name>`` and learning rates, and outputs new state.
     parameters : tuple of str
         Parameters with a gradient, in the order of the step's outputs.
+    loss : str
+        The step's output that is the loss.
     folder : Path or None
         Folder of external data.
     """
@@ -42,6 +44,7 @@ class Split:
     gradients: onnx.ModelProto
     update: onnx.ModelProto
     parameters: tuple[str, ...]
+    loss: str
     folder: Path | None = None
 
     def save(self, gradients: str | os.PathLike[str], update: str | os.PathLike[str], force: bool = False) -> None:
@@ -83,7 +86,7 @@ def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[
     after = step.known_to(cut.values())
     update, left = _sides(step, cut, after)
     _check(step, cut, update, left)
-    return Split(_first_part(step, cut, left), _second_part(step, cut, update), tuple(cut), source.folder)
+    return Split(_first_part(step, cut, left), _second_part(step, cut, update), tuple(cut), step.loss, source.folder)
 
 
 def _sides(step: StepParts, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:

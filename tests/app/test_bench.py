@@ -144,3 +144,32 @@ def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():
     assert 0 <= found - 5_000_000_000 <= device.RESOLUTION and len(asked) < 25
     assert device.provider_options(0) == {"arena_extend_strategy": "kSameAsRequested"}
     assert device.provider_options(7)["gpu_mem_limit"] == "7"
+
+
+def test_state_with_names_of_its_own_is_trained_on_both_sides(tmp_path):
+    from onnx_remat.ir.state import rename
+
+    model = mlp(layers=6, batch=512, width=32)
+    rename(model.graph, {f"new.w{i}": f"next/{i}" for i in range(6)})
+    onnx.save(model, tmp_path / "in.onnx")
+    state = {"state_outputs": {f"w{i}": f"next/{i}" for i in range(6)}}
+    found = bench.benchmark(tmp_path / "in.onnx", "80%", steps=3, costs="cpu", effort=0.3, threads=1, **state)
+    assert found.exact and len(set(found.original.losses)) == 3
+
+
+def test_initial_values_are_looked_at_before_anything_runs(tmp_path, capsys):
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
+    np.savez(tmp_path / "s.npz", w00=np.zeros((4, 4), np.float32))
+    (tmp_path / "t.npz").write_bytes(b"no archive")
+    for name, message in (("s.npz", "the model has no input 'w00'; did you mean 'w0'?"), ("t.npz", "cannot be read")):
+        flags = ["--budget", "50%", "--initial", str(tmp_path / name)]
+        assert bench.main([str(tmp_path / "in.onnx"), *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_search_for_the_largest_batch_takes_no_flags_of_training(tmp_path, capsys):
+    onnx.save(mlp(layers=2, width=64, dims="batch"), tmp_path / "in.onnx")
+    search = [str(tmp_path / "in.onnx"), "--max-batch", "batch", "--for", "session", "--effort", "0.05s"]
+    assert bench.main([*search, "--budget", "1MB", "--markdown"]) == 2
+    assert "--max-batch trains nothing: leave --markdown out" in capsys.readouterr().err
+    assert bench.main([*search, "--budget", "20kB"]) == 3  # not even one row fits

@@ -32,9 +32,9 @@ OF_COMMANDS = ("_option", "add_argument", "Parser", "check_files")
 def test_every_option_has_a_flag_that_the_command_line_takes(capsys):
     assert {field.name for field in fields(Options)} - {"progress"} <= set(flag_names())
     taken = set()
-    for help_of in ([], ["sweep"], ["check"]):
+    for command, help_of in ((cli, []), (cli, ["sweep"]), (cli, ["check"]), (bench, [])):
         with pytest.raises(SystemExit):
-            cli.main([*help_of, "--help"])
+            command.main([*help_of, "--help"])
         taken |= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert set(flag_names().values()) <= taken
 

@@ -119,7 +119,7 @@ def test_a_step_that_ends_at_gradients_and_budgets_that_are_too_low_are_refused(
 
     with pytest.raises(ModelError, match="already ends at gradients"):
         prepare(split_step(adam()).gradients)
-    with pytest.raises(BudgetInfeasibleError, match=r"the update, its state and the engine take .* no memory is left"):
+    with pytest.raises(BudgetInfeasibleError, match=r"no memory is left .* the update, its state and the engine take"):
         prepare(adam(), 3_000_000, effort=0.5)
 
 
@@ -173,3 +173,72 @@ def test_a_rank_alone_refuses_batches_that_lack_an_input_and_wrong_options():
 def test_what_cannot_be_prepared_is_refused_before_it_is(step, options, message):
     with pytest.raises(UsageError, match=message):
         prepare_apart(step, None, **options)
+
+
+def test_a_refusal_names_a_budget_of_the_whole_rank():
+    from onnx_remat.distributed import prepare
+    from onnx_remat.errors import BudgetInfeasibleError
+
+    model = adam(batch=2048, width=64)
+    options = {"effort": 0.5}
+    with pytest.raises(BudgetInfeasibleError, match="no plan found for a rank's") as found:
+        prepare(model, "60%", **options)
+    advised = found.value.settings["budget"]
+    assert min(advised, found.value.best_peak_bytes) > found.value.lower_bound_bytes
+    assert prepare(model, advised, **options).recompute > 0
+
+
+def test_parts_know_their_loss_and_state_by_other_names():
+    from onnx_remat.distributed import prepare
+    from onnx_remat.ir.state import rename
+
+    model = adam()
+    state = {value.name: value.name.removeprefix("new.") for value in model.graph.output if value.name != "loss"}
+    rename(model.graph, {"loss": "error", **{new: f"next/{old}" for new, old in state.items()}})
+    parts = prepare(model, state_outputs={old: f"next/{old}" for old in state.values()}, loss="error")
+    assert parts.loss == "error" and parts.update == prepare(adam()).update
+    with pytest.raises(UsageError, match="ranks train by sessions of their own: leave run_by= out"):
+        prepare(adam(), run_by="session")
+
+
+ERRORS = """
+import sys
+import numpy as np
+from onnx_remat import BudgetInfeasibleError, UsageError, distributed
+from onnx_remat.ir.state import rename
+from tests.support.graphs import feeds_for
+from tests.test_split import clipped
+
+feeds = {name: np.asarray(array) for name, array in feeds_for(clipped()).items()}
+state = {name: feeds[name] for name in ("a", "b", "m.a", "m.b")}
+batch = {name: feeds[name] for name in ("x", "t", "rate")}
+
+def main():
+    try:
+        distributed.DataParallel(clipped(), state, budget=3_000_000)
+    except BudgetInfeasibleError as error:
+        print(error.best_peak_bytes)
+    named = clipped()
+    rename(named.graph, {"loss": "error"})
+    training = distributed.DataParallel(named, state)
+    print(training.step(batch))
+    for wrong in (lambda: training.step([batch, batch], weight=[1, 2, 3]),
+                  lambda: distributed.DataParallel(training.parts, state, budget="60%")):
+        try:
+            wrong()
+        except UsageError as error:
+            print(error)
+
+sys.exit(distributed.run(main))
+"""
+
+
+@pytest.mark.slow
+def test_errors_of_a_job_are_of_their_own_kind():
+    pytest.importorskip("torch")
+    done = subprocess.run([sys.executable, "-c", ERRORS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found, loss, weights, planned = done.stdout.splitlines()
+    assert int(found) > 3_000_000 and float(loss) > 0
+    assert weights == "2 batches need as many weights, or one for all, not 3"
+    assert planned == "budget= has no effect on parts: pass it to prepare"

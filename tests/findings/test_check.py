@@ -176,3 +176,25 @@ def test_a_loop_s_file_is_simulated_with_the_sizes_that_a_loop_gives(tmp_path):
     found = check(tmp_path / "out.onnx", run=False)
     assert found.peaks_by_level["all"] == made.report.peaks_by_level["all"]
     assert found.trained == made.report.loop_after.total
+
+
+def test_a_file_planned_without_kernels_is_checked_and_explained_so(tmp_path):
+    model, path = mlp(layers=8, batch=8192, width=64), tmp_path / "small.onnx"
+    result = onnx_remat.rewrite_model(model, "70%", effort=0.5, fuse=False)
+    result.save(path)
+    assert abs(check(path, run=False).trained - result.report.loop_after.total) < 0.01 * result.report.budget
+    assert not explain(path).fused
+    onnx_remat.rewrite_model(model, "70%", effort=0.5).save(path, force=True)
+    assert explain(path).fused
+
+
+def test_one_size_of_several_may_be_given(tmp_path):
+    model, path = mlp(layers=8, width=32, dims="batch"), tmp_path / "small.onnx"
+    for value in model.graph.input:
+        if value.name == "w0":
+            value.type.tensor_type.shape.dim[1].dim_param = "width"
+    options = {"effort": 0.5, "run_by": "session", "dims": {"batch": 2048, "width": 32}}
+    onnx_remat.rewrite_model(model, "70%", **options).save(path)
+    halved, whole = (max(check(path, dims, run=False).peaks_by_level.values()) for dims in ({"batch": 1024}, None))
+    assert halved < 0.7 * whole
+    assert explain(path, {"batch": 1024}).peak < explain(path).peak
