@@ -70,7 +70,7 @@ def _unshadow(graph: onnx.GraphProto, outer: set[str], used: set[str]) -> None:
     for node in graph.node:
         for body in bodies(node):
             names = {name: _fresh(name, used) for name in sorted(visible & defined_in(body))}
-            _rename(body.node, names)
+            rename_values(body.node, names)
             for values in (body.input, body.output, body.initializer, body.value_info):
                 for value in values:
                     value.name = names.get(value.name, value.name)
@@ -145,7 +145,7 @@ def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
     outputs = _made_outputs(graph)
     names = {value.name: _OWN + value.name for value in outputs}
     step = onnx.GraphProto(name="step", node=graph.node, value_info=graph.value_info)
-    _rename(step.node, names)
+    rename_values(step.node, names)
     other = onnx.GraphProto(name="other")
     for value in outputs:
         step.output.append(_renamed(value, names[value.name]))
@@ -184,7 +184,7 @@ def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
     made = _frame(model)
     made.graph.node.extend(step.node[1:])
     made.graph.value_info.extend(step.value_info)
-    _rename(made.graph.node, {value.name: value.name.removeprefix(_OWN) for value in step.output})
+    rename_values(made.graph.node, {value.name: value.name.removeprefix(_OWN) for value in step.output})
     return made
 
 
@@ -243,7 +243,7 @@ def _frame(model: onnx.ModelProto) -> onnx.ModelProto:
     return made
 
 
-def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
+def rename_values(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
     """Rename values wherever nodes read or write them, also in bodies."""
     for node in nodes:
         for place in (node.input, node.output):

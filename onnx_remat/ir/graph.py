@@ -186,7 +186,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
             continue
         _check_op(node, where, versions)
         op = Op(
-            len(ops), node, tuple(node.input), tuple(_captures(node)), tuple(node.output), node.output[0] in expanded
+            len(ops), node, tuple(node.input), tuple(captures(node)), tuple(node.output), node.output[0] in expanded
         )
         for name in op.reads:
             if name not in values:
@@ -331,13 +331,13 @@ def _why_missing(name: str, proto: onnx.GraphProto) -> str:
     return "nothing defines: the model is invalid or was cut out of a larger one"
 
 
-def _captures(node: onnx.NodeProto) -> Iterator[str]:
+def captures(node: onnx.NodeProto) -> Iterator[str]:
     """Return the outer values read by the node's bodies, each once, in order of first use."""
     seen: dict[str, None] = {}
     for body in bodies(node):
         inner = defined_in(body)
         for inside in body.node:
-            seen.update(dict.fromkeys(n for n in (*inside.input, *_captures(inside)) if n and n not in inner))
+            seen.update(dict.fromkeys(n for n in (*inside.input, *captures(inside)) if n and n not in inner))
         seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
     return iter(seen)
 

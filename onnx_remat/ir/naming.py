@@ -3,7 +3,7 @@
 A step model's inputs are parameters, buffers and optimizer state by name, and the batch. Its outputs are the loss and
 ``new.<name>`` for every state ``<name>`` (``newbuf.<name>`` for a buffer in older files), or ``grad.<name>`` where the
 update is left to the caller. Training models of onnxruntime-training sum gradients in inputs instead. This module
-imports nothing: the measured process needs it too.
+imports the standard library only: the measured process needs it too.
 """
 
 from __future__ import annotations

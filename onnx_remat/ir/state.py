@@ -8,19 +8,14 @@ from dataclasses import replace
 import onnx
 
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
-from onnx_remat.ir.body import names_in, rename_captures
+from onnx_remat.ir.body import names_in, rename_values
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import NEW
 
 
 def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     """Rename values wherever nodes, and bodies of nodes, produce or read them."""
-    for node in graph.node:
-        for field in (node.input, node.output):
-            for slot, name in enumerate(field):
-                if name in names:
-                    field[slot] = names[name]
-        rename_captures(node, names)
+    rename_values(graph.node, names)
     for value in (*graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
 

@@ -17,6 +17,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.body import bodies
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.messages import Setting, Word
 
@@ -119,15 +120,15 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     >>> [node.op_type for node in with_stand_ins(onnx.parser.parse_model(text)).graph.node]
     ['Identity']
     """
-    bodies = [] if as_runtime else [body for node in model.graph.node for body in _bodies(node)]
-    within = any(map(_holds_one, bodies))
+    inner = [] if as_runtime else [body for node in model.graph.node for body in bodies(node)]
+    within = any(map(_holds_one, inner))
     alone = first_training_op(model) is None and not any(node.domain == _NCHWC for node in model.graph.node)
     if alone and not within:
         return model
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     opset, padded = opset_of(model), _padded_channels(model.graph)
-    for body in [body for node in copy.graph.node for body in _bodies(node)] if within else ():
+    for body in [body for node in copy.graph.node for body in bodies(node)] if within else ():
         _stand_in_body(body, opset)
     if alone:
         return copy
@@ -143,21 +144,14 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     return copy
 
 
-def _bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def _holds_one(body: onnx.GraphProto) -> bool:
     """Whether a body, or a body nested in it, has one of the operators above."""
-    return any(is_pure_contrib(node.domain, node.op_type) or any(map(_holds_one, _bodies(node))) for node in body.node)
+    return any(is_pure_contrib(node.domain, node.op_type) or any(map(_holds_one, bodies(node))) for node in body.node)
 
 
 def _stand_in_body(body: onnx.GraphProto, opset: int) -> None:
     nodes = list(body.node)
-    for inner in (inner for node in nodes for inner in _bodies(node)):
+    for inner in (inner for node in nodes for inner in bodies(node)):
         _stand_in_body(inner, opset)
     made = [stand_in for node in nodes for stand_in in _stand_in(node, opset)]
     del body.node[:]

@@ -60,7 +60,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     UsageError
         `allow` names an op that is known to differ in a second run, or a standard op.
     """
-    _check_allowed(allow)
+    _check_recomputable(allow)
     foldable = _foldable(graph, tensors)
     stated, versions = constants(graph.model.graph), opsets_of(graph.model)
     known = _read_in_bodies(graph, tensors, stated)
@@ -81,7 +81,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     )
 
 
-def _check_allowed(allow: Sequence[str]) -> None:
+def _check_recomputable(allow: Sequence[str]) -> None:
     for name in allow:
         domain, _, op_type = name.partition("::")
         says = semantics(domain, op_type)

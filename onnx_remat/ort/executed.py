@@ -225,6 +225,14 @@ def _optimized_without_weights(
         )
         for name, tensor in shown.items()
     )  # fmt: skip
+    present = {tensor.name for tensor in optimized.graph.initializer}
+    optimized.graph.initializer.extend(  # defaults of inputs, which a session keeps besides what is fed
+        onnx.TensorProto(
+            name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=onnx.TensorProto.EXTERNAL
+        )
+        for tensor in model.graph.initializer
+        if tensor.name in inputs and tensor.name not in present
+    )  # fmt: skip
     return optimized
 
 

@@ -7,6 +7,7 @@ that change nothing in float32 stay (`KEEPS_CASTS`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -42,8 +43,8 @@ def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     for tensor in graph.initializer:
         _widen(tensor)
-    for number, node in enumerate(graph.node):
-        node.name = node.name or f"node {number}"
+    for name, node in zip(_names(graph), graph.node, strict=True):
+        node.name = name
         for attribute in _typed(node):
             if attribute.type == onnx.AttributeProto.TENSOR:
                 _widen(attribute.t)
@@ -62,13 +63,22 @@ def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mappi
         if tensor.name in tensors and tensors[tensor.name].dtype in HALVES:
             kind = onnx.helper.tensor_dtype_to_np_dtype(tensors[tensor.name].dtype)
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
-    own = {node.name or f"node {number}": node for number, node in enumerate(light.graph.node)}
+    own = dict(zip(_names(light.graph), light.graph.node, strict=True))
     for node in graph.node:
         if node.name in own:
             narrow = {attribute.name: attribute for attribute in _typed(own[node.name])}
             for attribute in node.attribute:
                 if attribute.name in narrow:
                     attribute.CopyFrom(narrow[attribute.name])
+
+
+def _names(graph: onnx.GraphProto) -> list[str]:
+    """Return a name for each node, its own where no other has it."""
+    counts = Counter(node.name for node in graph.node)
+    return [
+        node.name if node.name and counts[node.name] == 1 else f"{node.name} node {number}".strip()
+        for number, node in enumerate(graph.node)
+    ]
 
 
 def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:

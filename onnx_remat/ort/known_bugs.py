@@ -113,10 +113,6 @@ MISCOUNTED_PADS = Bug(
     "divided by a wrong number",
     "pad by a Pad with its axes as an input",
 )
-BUGS = (
-    TRANSPOSED_BY_VECTOR, PADDED_MAXIMUM, PADDED_AVERAGE, IDLE_TRANSPOSE, LOST_STATISTICS, SHARED_STATISTICS,
-    LOST_DROPOUT, MISCOUNTED_PADS,
-)  # fmt: skip
 
 
 _TYPED_OPSET = 21

@@ -23,6 +23,7 @@ from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, VerificationError
 from onnx_remat.ir import model_io
+from onnx_remat.ir.graph import captures
 from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.ort import runtime
 from onnx_remat.ort.prepare import Compiled
@@ -227,7 +228,7 @@ class _Numbered:
     def _add(self, node: onnx.NodeProto) -> None:
         read = tuple(self._of(name) for name in node.input)
         in_half = any(name in self._half for name in node.input)
-        captured = _captured(node)
+        captured = captures(node)
         near = in_half or any(name in self._near or name.startswith(INSERTED) for name in (*node.input, *captured))
         to = next((a.i for a in node.attribute if a.name == "to"), 0) if node.op_type == "Cast" else 0
         plain = [name.removeprefix(INSERTED) for name in node.output]
@@ -282,9 +283,9 @@ class _Numbered:
 
     def _blame(self, node: onnx.NodeProto, made: str) -> None:
         """Blame the inputs of a node that makes `made`, here and in the original."""
-        self.blamed |= dict.fromkeys(self._walk([*node.input, *_captured(node)]))
+        self.blamed |= dict.fromkeys(self._walk([*node.input, *captures(node)]))
         if self._original is not None and (other := self._original._maker_of(self._origin.get(made, made))):
-            self.blamed |= dict.fromkeys(self._original._walk([*other.input, *_captured(other)]))
+            self.blamed |= dict.fromkeys(self._original._walk([*other.input, *captures(other)]))
 
     def _maker_of(self, name: str) -> onnx.NodeProto | None:
         return self._maker.get(INSERTED + name) or self._maker.get(name)
@@ -323,15 +324,3 @@ def _halves_of_body(node: onnx.NodeProto) -> set[int] | None:
         return None
     made = list(bodies[0].output)[1 if node.op_type == "Loop" else 0 :]  # a Loop's first output is its condition
     return {i for i, value in enumerate(made) if value.type.tensor_type.elem_type == _HALF}
-
-
-def _captured(node: onnx.NodeProto) -> list[str]:
-    """Return the outer values that a node's bodies read, in order of mention."""
-    names: dict[str, None] = {}
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            made = {value.name for value in (*attribute.g.input, *attribute.g.initializer)}
-            for inner in attribute.g.node:
-                names |= dict.fromkeys(n for n in (*inner.input, *_captured(inner)) if n and n not in made)
-                made.update(inner.output)
-    return list(names)
