@@ -219,8 +219,8 @@ def replacing(path: Path, force: bool = True, shared: bool = False) -> Iterator[
 
 def mode_of_new_files() -> int:
     """Return the permissions of a new file under this process's umask; all threads share it, so it is seldom set."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
+    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
+        lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
         return 0o666 & ~int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
     umask = os.umask(0)
     os.umask(umask)

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         example = _arrays(given.example) if given.example else None
         target = files.check_target(given.out, given.forward, given.force)
-        values = files.check_target(given.values, given.forward, given.force) if given.values else None
+        values = _values(given.values, target, given.force) if given.values else None
         step = add_backward(
             given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
             dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
@@ -91,6 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
     if known.get("check.untold", "0") != "0":
         print(f"{known['check.untold']} of them are too small, on the check's inputs, for an error to show")
     return 0
+
+
+def _values(path: Path, step: Path, force: bool) -> Path:
+    """Return where numpy.savez writes to a path: it appends its suffix."""
+    written = path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
+    files.check_uses([], [files.Use(step, "OUT"), files.Use(written, "--values")])
+    return files.check_target(written, None, force)
 
 
 def _has_modes(model: onnx.ModelProto) -> bool:

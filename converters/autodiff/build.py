@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, did_you_mean
 from onnx_remat.messages import Setting
 
 from .. import names, optimizers
@@ -132,6 +132,8 @@ def add_backward(
     )  # fmt: skip
     order.DIFFERENTIATED.run(model)
     plain = _finished(model)
+    given = [*(value.name for value in plain.graph.input), *parameter_names]
+    _check_names(example_inputs or {}, given, optimizer)
     found = finite_differences.check(
         plain, [str(p.name) for p in parameters], stored, dict(example_inputs or {})
     ) if check else None  # fmt: skip
@@ -141,6 +143,16 @@ def add_backward(
     if found is not None:
         finite_differences.record(plain, found)
     return plain
+
+
+def _check_names(
+    examples: Mapping[str, np.ndarray], inputs: Collection[str], optimizer: optimizers.Optimizer | None
+) -> None:
+    """Raise ConversionError for an example of no input of the step, the optimizer's state and rate included."""
+    rate = optimizer.lr if optimizer is not None else None
+    for name in examples:
+        if name not in inputs and name != rate and not name.startswith("state."):
+            raise ConversionError(f"the model has no input {name!r}{did_you_mean(name, inputs)}")
 
 
 def initial_inputs(

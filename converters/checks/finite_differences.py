@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Setting
 
 from .. import names
@@ -305,12 +305,10 @@ def _random(purpose: int, number: int) -> np.random.Generator:
 
 
 def _check_examples(step: onnx.ModelProto, given: Mapping[str, np.ndarray]) -> None:
-    """Raise ConversionError where an example is of no input, or of another rank than its input."""
+    """Raise ConversionError where an example has another rank than its input."""
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in step.graph.input}
     for name, array in given.items():
-        if name not in ranks:
-            raise ConversionError(f"the model has no input {name!r}{did_you_mean(name, ranks)}")
-        if np.ndim(array) != ranks[name]:
+        if np.ndim(array) != ranks.get(name, np.ndim(array)):
             raise ConversionError(f"the example of {name!r} has {np.ndim(array)} axes, and the input has {ranks[name]}")
 
 

@@ -154,8 +154,8 @@ class Budgeted:
         wanted = self._arrays if self._device == HOST else {name: self._arrays[name] for name in self._unread}
         feeds = wanted | self._read_outside(current) | given
         finish_work(self._device)
-        self._failed = "interrupted"
         with self._session.lock:
+            self._failed = "interrupted"
             try:
                 self._session.execute(feeds)
             except UsageError:  # the step did not run

@@ -52,12 +52,6 @@ def step_of(
     recipe.check(bool(optimizers))
     inside = optimizer_facts.parameters_of(optimizers, parameters) if optimizers else set(parameters)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad and name in inside}
-    others = [name for name, parameter in parameters.items() if parameter.requires_grad and name not in inside]
-    if recipe.clip_norm is not None and others:
-        raise ConversionError(
-            f"clip_norm is of all gradients, and no optimizer has {others[0]}: freeze it, requires_grad_(False), or "
-            "give it to an optimizer"
-        )
     trainable: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name in trained}
     optimizer_facts.check_hooks(optimizers, trainable)
     state: updates.State = {}

@@ -220,7 +220,7 @@ def _check_names(model: Path, state: str) -> None:
     try:
         with np.load(state) as given:
             unknown = [name for name in given.files if name not in inputs]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise UsageError(f"{state} cannot be read as initial values: {error}") from error
     if unknown:
         raise UsageError(f"{state}: the model has no input {unknown[0]!r}{did_you_mean(unknown[0], inputs)}")
@@ -368,17 +368,16 @@ def _run(arguments: Sequence[str]) -> int:
     if given.json not in (None, "-"):
         sources = {path: model_io.load(path) for path in given.input}
         check_files(sources, None, [("--json", given.json)], given.costs, initial=given.initial, runtime=given.runtime)
-    if given.max_batch:
-        for path in given.input:
-            plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
-            times = f" ({small / plain:.1f} times)" if plain else ""
-            say(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
-        return 0
     found, refused = [], 0
     if given.markdown:
         say(_HEAD)
     for path in given.input:
         try:
+            if given.max_batch:
+                plain, small = max_batch(Path(path), given.budget, given.max_batch, **options)
+                times = f" ({small / plain:.1f} times)" if plain else ""
+                say(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
+                continue
             result = benchmark(
                 Path(path), given.budget, steps=given.steps, state=given.initial,
                 threads=given.threads, python=given.runtime, **options,

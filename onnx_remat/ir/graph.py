@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, wraps
 from typing import ParamSpec, TypeVar
@@ -185,9 +185,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
             define(node.output[0], INITIALIZER, where)
             continue
         _check_op(node, where, versions)
-        op = Op(
-            len(ops), node, tuple(node.input), tuple(captures(node)), tuple(node.output), node.output[0] in expanded
-        )
+        op = Op(len(ops), node, tuple(node.input), captures(node), tuple(node.output), node.output[0] in expanded)
         for name in op.reads:
             if name not in values:
                 raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")
@@ -331,7 +329,7 @@ def _why_missing(name: str, proto: onnx.GraphProto) -> str:
     return "nothing defines: the model is invalid or was cut out of a larger one"
 
 
-def captures(node: onnx.NodeProto) -> Iterator[str]:
+def captures(node: onnx.NodeProto) -> tuple[str, ...]:
     """Return the outer values read by the node's bodies, each once, in order of first use."""
     seen: dict[str, None] = {}
     for body in bodies(node):
@@ -339,7 +337,7 @@ def captures(node: onnx.NodeProto) -> Iterator[str]:
         for inside in body.node:
             seen.update(dict.fromkeys(n for n in (*inside.input, *captures(inside)) if n and n not in inner))
         seen.update(dict.fromkeys(value.name for value in body.output if value.name not in inner))
-    return iter(seen)
+    return tuple(seen)
 
 
 def _slots(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

@@ -161,7 +161,9 @@ def test_initial_values_are_looked_at_before_anything_runs(tmp_path, capsys):
     onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
     np.savez(tmp_path / "s.npz", w00=np.zeros((4, 4), np.float32))
     (tmp_path / "t.npz").write_bytes(b"no archive")
-    for name, message in (("s.npz", "the model has no input 'w00'; did you mean 'w0'?"), ("t.npz", "cannot be read")):
+    (tmp_path / "u.npz").touch()
+    unknown = "the model has no input 'w00'; did you mean 'w0'?"
+    for name, message in (("s.npz", unknown), ("t.npz", "cannot be read"), ("u.npz", "cannot be read")):
         flags = ["--budget", "50%", "--initial", str(tmp_path / name)]
         assert bench.main([str(tmp_path / "in.onnx"), *flags]) == 2
         assert message in capsys.readouterr().err

@@ -542,6 +542,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(arguments) == 2  # exists
     target.unlink()
     assert main(arguments) == 2 and not target.exists()  # the values exist
+    assert main([*arguments[:-1], str(values.with_suffix(""))]) == 2 and not target.exists()
+    assert main([*arguments[:-1], str(values), "--force", "--example", str(values)]) == 0  # state among the examples
+    target.unlink()
     assert main([*arguments[:-1], str(tmp_path / "no" / "first.npz"), "--force"]) == 2 and not target.exists()
     bad = tmp_path / "bad.onnx"
     assert main([str(source), str(bad)]) == 6

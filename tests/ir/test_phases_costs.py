@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -184,6 +185,18 @@ def test_operations_are_counted_analytically(name):
     node, inputs, output, expected = ANALYTIC[name]
     op, tensors = op_of(node, dict(zip("abc", inputs, strict=False)), {"y": output})
     assert flops(op, tensors) == pytest.approx(expected, rel=0.55 if name == "Add" else 0)
+
+
+def test_names_of_operators_count_in_domains_that_mean_them():
+    node, inputs, output, expected = ANALYTIC["Conv"]
+    op, tensors = op_of(node, dict(zip("ab", inputs, strict=True)), {"y": output})
+    found = {}
+    for domain in ("ai.onnx", "com.microsoft.nchwc", "my.own"):
+        moved = onnx.NodeProto()
+        moved.CopyFrom(op.node)
+        moved.domain = domain
+        found[domain] = flops(dataclasses.replace(op, node=moved), tensors)
+    assert found["ai.onnx"] == found["com.microsoft.nchwc"] == expected > found["my.own"]
 
 
 @pytest.mark.parametrize("device", PRESETS)

@@ -174,6 +174,8 @@ def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def matrix_exp(x: torch.Tensor) -> torch.Tensor:
     """Taylor's polynomial of x / 2^s, squared s times, where s brings the largest norm of the batch to at most 1."""
+    if 0 in x.shape:
+        return x
     norm = x.detach().abs().sum(-2).amax().clamp(min=1.0)
     halvings = norm.log2().ceil()
     part = x / torch.exp2(halvings)
@@ -186,7 +188,7 @@ def matrix_exp(x: torch.Tensor) -> torch.Tensor:
     return made
 
 
-_SQUARINGS, _TERMS = 12, 10  # for norms up to 4096; at a norm of 1 the first term left out is 1 / 11!
+_SQUARINGS, _TERMS = 12, 18  # for norms up to 4096; at a norm of 1 the first term left out is 1 / 19!
 
 
 def gaussian_nll_loss(

@@ -135,9 +135,13 @@ def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float
     return float(written + sum(t.nbytes for t in inputs))
 
 
+_ORTS_OWN = frozenset({STANDARD, "com.microsoft", "com.microsoft.nchwc", "com.ms.internal.nhwc"})
+"""Domains in which an operator's name means what it means in ONNX."""
+
+
 def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
     """Return the floating-point operations of one execution; a multiply-add counts as two."""
-    kind = op.node.op_type if canonical(op.node.domain) in (STANDARD, "com.microsoft") else ""
+    kind = op.node.op_type if canonical(op.node.domain) in _ORTS_OWN else ""
     output = tensors[op.writes[0]] if op.writes else None
     made = float(math.prod(output.shape)) if output else 0.0
     shapes = [tensors[n].shape if n else () for n in op.inputs]
