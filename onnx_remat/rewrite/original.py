@@ -46,6 +46,8 @@ class Original:
         Time that each stage took so far.
     deadline : Deadline
         Deadline of the first budget, which includes simulating the original.
+    expanded : bool
+        Whether functions of the file are written out as nodes in the model.
     """
 
     options: Options
@@ -56,6 +58,7 @@ class Original:
     footprint: Footprint | None
     seconds: Mapping[str, float]
     deadline: Deadline
+    expanded: bool
 
     @property
     def seconds_per_file(self) -> float:
@@ -136,7 +139,9 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
         memory = LoopMemory.of(executed, compiled, footprint, options)
-    return Original(options, source.folder, memory, executed, by_level, footprint, clock.seconds, deadline)
+    nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
+    expanded = bool(source.model.functions) or nodes[0] != nodes[1]
+    return Original(options, source.folder, memory, executed, by_level, footprint, clock.seconds, deadline, expanded)
 
 
 def _at_every_level(

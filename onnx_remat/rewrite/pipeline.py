@@ -359,7 +359,8 @@ def _unchanged(job: Job) -> Result:
             "the original keeps this budget already: OUT is the original, "
             + (
                 "in the body of an If" if not options.patterns
-                else "with outputs renamed" if options.state_outputs else "unchanged"
+                else "with outputs renamed" if options.state_outputs
+                else "with functions written out" if original.expanded else "unchanged"
             ),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),

@@ -212,6 +212,15 @@ def test_a_budget_that_is_kept_says_that_the_file_is_another() -> None:
         assert result.report.notes[0] == f"the original keeps this budget already: OUT is the original, {said}"
 
 
+def test_a_budget_that_is_kept_says_what_is_written_out() -> None:
+    text = "(float[4, 3] x, int64[4] t) => (float loss) { loss = SoftmaxCrossEntropyLoss (x, t) }"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> g {text}')
+    result = onnx_remat.rewrite_model(model, "100%", run_by="session", effort=0.5)
+    whole = [node.op_type for node in result.model.graph.node] == ["SoftmaxCrossEntropyLoss"]
+    said = "unchanged" if whole else "with functions written out"
+    assert result.report.notes[0].endswith(f"OUT is the original, {said}") and not whole
+
+
 def test_absent_outputs_are_no_names() -> None:
     """A body's absent outputs, and absent inputs, stay absent where the graph outside has absent outputs as well."""
     text = """(float[2, 1, 3] x, float[1, 16, 3] w, float[1, 16, 4] r, bool c) => (float[2, 1, 4] z) {
