@@ -177,7 +177,7 @@ def matrix_exp(x: torch.Tensor) -> torch.Tensor:
     if 0 in x.shape:
         return x
     norm = x.detach().abs().sum(-2).amax().clamp(min=1.0)
-    halvings = norm.log2().ceil()
+    halvings = norm.log2().ceil().clamp(max=_SQUARINGS)
     part = x / torch.exp2(halvings)
     unit = torch.eye(x.shape[-1], dtype=x.dtype)
     made = unit + part / _TERMS
