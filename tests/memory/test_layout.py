@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from onnx_remat.memory.layout import Layout, solve
 from onnx_remat.memory.layout_check import check_layout
 from onnx_remat.memory.layout_sections import sections
 from onnx_remat.memory.problem import Longs
+from scripts.tables import placement
 
 Instance = tuple[Longs, Longs, Longs]
 
@@ -258,17 +255,13 @@ def test_the_validator_names_the_two_that_meet() -> None:
         check_layout([0, 1], [2, 4], [8, 8], [0])
 
 
-def test_the_script_writes_offsets_by_id(tmp_path: Path) -> None:
-    one, two, out = tmp_path / "one.csv", tmp_path / "two.csv", tmp_path / "out.json"
+def test_published_instances_are_read(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.8.csv", tmp_path / "two.csv"
     one.write_text("size,id,upper,lower,offset\n4,x,2,0,7\n4,y,3,1,7\n")
     two.write_text("buffer,start,end,size\n0,0,1,5\n")
-    script = [sys.executable, "-m", "scripts.bench_layout", "--time-limit", "5", "--json", str(out)]
-    ask = partial(subprocess.run, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    run = ask([*script, "--csv", str(one)], check=True)
-    assert sorted(json.loads(out.read_text()).items()) in ([("x", 0), ("y", 4)], [("x", 4), ("y", 0)])
-    assert run.stdout.splitlines()[1].split()[:5] == ["one.csv", "2", "8", "8", "1.0000"]
-    ask([*script, "--csv", str(one), "--csv", str(two)], check=True)
-    assert json.loads(out.read_text())[str(two)] == {"0": 0}
-    bad = ask([*script, "--csv", str(out)])
-    assert bad.returncode == 1
-    assert "header must name" in bad.stderr
+    assert [column.tolist() for column in placement.read(two)] == [[0], [1], [5]]
+    ((name, *figures, _),) = placement.rows(str(one), seconds=5)
+    assert (name, figures) == ("one", ["2", "8", "8", "1.0000", "1.0000"])
+    one.write_text("id,lower,size\n0,0,1\n")
+    with pytest.raises(SystemExit, match="header must name"):
+        placement.read(one)
