@@ -56,6 +56,15 @@ def number(value: Real) -> str:
     return f"{value:d}" if isinstance(value, Integral) else f"{float(value):g}"
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, the name of its type if there is none.
+
+    >>> first_line(ValueError("\\n one \\n two")), first_line(ValueError())
+    ('one', 'ValueError')
+    """
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class Message(str):
     """A text with its settings written as Python arguments; `spelled` writes them in another form.
 

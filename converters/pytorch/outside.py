@@ -24,8 +24,8 @@ class Outside:
     ----------
     label : str
         Description of the tensor for messages.
-        alias : torch.Tensor
-            Its memory at the conversion.
+    alias : torch.Tensor
+        Its memory at the conversion.
     now : callable
         Function that returns the tensor itself, or None if it no longer exists because another replaced it.
     """

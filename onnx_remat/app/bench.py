@@ -213,7 +213,7 @@ def benchmark(
 
 
 def _check_names(model: Path, state: str) -> None:
-    """Raise UsageError where an ``.npz`` of initial values cannot be read, or names what is no input of a model."""
+    """Raise UsageError where an ``.npz`` of initial values cannot be read, or names what the model does not read."""
     if Path(state).suffix != ".npz":
         return
     inputs = {value.name for value in model_io.load(model).model.graph.input}

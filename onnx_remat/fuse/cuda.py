@@ -157,7 +157,7 @@ class _Writer(Writer):
         self.before_row_is_stored = (f"call void @llvm.nvvm.{barrier}",)
 
     def _reduce(self, member: Member, stage: int) -> None:
-        """Reduce what a thread has of a row in the loop of a stage, and then what the threads have."""
+        """Reduce a row: each thread its own part in the loop of a stage, and then across threads."""
         (read,) = member.inputs
         kind, after, loop = REDUCTIONS[member.call.op], self.stages[stage + 1].row, self.stages[stage].loop
         total = self.entry.new("alloca float, align 4")

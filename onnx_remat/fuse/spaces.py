@@ -159,7 +159,7 @@ def composed(read: Steps, offset: int, at: Position, extents: Sequence[int]) -> 
 
 
 def inverse(read: Steps) -> Steps:
-    """Return how a value is read that gives back what was read in this way, if each element was read once.
+    """Return the inverse of a reading in which each element is read once.
 
     Examples
     --------

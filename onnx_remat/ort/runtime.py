@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnx_remat import files
+from onnx_remat import files, messages
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
 from onnx_remat.ir.body import unshadow
@@ -403,7 +403,7 @@ def check_provider(name: str) -> None:
 
 def _first_line(error: Exception) -> str:
     """Return ONNX Runtime's message without its error codes, scratch paths and C++ signatures."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = messages.first_line(error)
     for clutter in _CLUTTER:
         line = re.sub(clutter, "", line)
     return line[:300]

@@ -103,7 +103,7 @@ _TICK = 0.02  # seconds between two checks of another process's compilation
 
 
 class FirstUse:
-    """Which kernels are compiled by whom; `compile` takes no time where they are on the disk."""
+    """Compile kernels that are not on the disk, in this process and in others at the same time."""
 
     def __init__(self) -> None:
         self.children: dict[str, Child] = {}

@@ -182,9 +182,9 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
         with work.stage("plan"):
             try:
                 share = 1.0 if plans or options.effort is not None else _FIRST_PLAN_SHARE
-                part = _LATER_PLAN_EFFORT if plans and not (whole or targets.above) else 1.0
+                part = _LATER_PLAN_EFFORT if plans and not (whole or targets.files_before_going_above) else 1.0
                 less = replace(options, effort=options.work_seconds() * part) if part < 1 else options
-                starts = (*known, *plans[targets.above :])
+                starts = (*known, *plans[targets.files_before_going_above :])
                 plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
@@ -197,7 +197,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
                     refused, targets.next = refusal, target + memory.saved_by_runtime
                 elif targets.may_go_above():
                     targets.go_above()
-                elif best is None and not (whole or targets.above):
+                elif best is None and not (whole or targets.files_before_going_above):
                     whole = True
                 elif best is not None or not targets.go_between():
                     break
@@ -276,7 +276,7 @@ def _corrected(
     direct: Direct,
     files: list[int],
 ) -> Fitted | None:
-    """Return the best file: of plans for what files take op by op, first what `base` takes, then the one before each.
+    """Return the best file of plans that are corrected by what the file before, first `base`, takes at each op.
 
     Where that file exceeds the budget, the next target is lower by as much, up to the margin. The bytes that files take
     are added to `files`. Where none keeps the budget so far, time is left for that of a first look.

@@ -26,7 +26,7 @@ def first_target(goal: Goal) -> int:
 
 @dataclass(slots=True)
 class Targets:
-    """The peaks, in bytes, that the plans for one budget are made for, one after the other.
+    """Choose the target peak, in bytes, of each plan in turn, until a file keeps the budget and uses it up.
 
     Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
     that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
@@ -43,13 +43,13 @@ class Targets:
         limit. 0 where there is none.
     highest : int
         Of the targets that were tightened.
-    grown : int
+    larger_in_a_row : int
         Files, or missing plans, in a row that were larger than one before.
-    above : int
+    files_before_going_above : int
         How many files there were when the search went on above; 0 before.
-    limited : bool
+    missed_is_limit : bool
         Is `missed` a limit, for which there is no file?
-    added : bool
+    excess_is_bookkeeping : bool
         Does the last file exceed the budget by more than the margin, and by less than its recomputed nodes add as
         bookkeeping?
     files : list of int
@@ -61,22 +61,22 @@ class Targets:
     kept: int = 0
     missed: int = 0
     highest: int = 0
-    grown: int = 0
-    above: int = 0
-    limited: bool = False
-    added: bool = False
+    larger_in_a_row: int = 0
+    files_before_going_above: int = 0
+    missed_is_limit: bool = False
+    excess_is_bookkeeping: bool = False
     files: list[int] = field(default_factory=list)
 
     def may_go_above(self) -> bool:
         """Return whether targets above those that were tried are left to try."""
         has_room = self._limit() * _CLOSE_ENOUGH > self.highest
-        return not self.kept and (self.grown == MOST_GROWN or (self.added and has_room))
+        return not self.kept and (self.larger_in_a_row == MOST_GROWN or (self.excess_is_bookkeeping and has_room))
 
     def go_above(self) -> None:
         """Take a target above the ones before, up to a limit."""
         tight, limit = self.highest, self._limit()
         self.kept, self.next, self.missed = tight, (tight + limit) // 2, limit
-        self.above, self.limited = len(self.files), True
+        self.files_before_going_above, self.missed_is_limit = len(self.files), True
 
     def _limit(self) -> int:
         """Return the limit of targets above: more by the share that the runtime saves of the original's plan."""
@@ -85,7 +85,7 @@ class Targets:
 
     def go_between(self) -> bool:
         """Take a target between one without a plan and the least that is too large; return whether there is any."""
-        self.grown += self.grown > 0
+        self.larger_in_a_row += self.larger_in_a_row > 0
         if not self.next < self.missed * _CLOSE_ENOUGH:
             return False
         self.next = (self.next + self.missed) // 2
@@ -101,20 +101,20 @@ class Targets:
         """
         memory, allowed, target = self.goal.memory, self.goal.allowed, self.next
         self.files.append(file)
-        self.grown = self.grown + 1 if file > min(self.files) else 0
-        self.added = bookkeeping - memory.bookkeeping > file - allowed > MARGIN * allowed
+        self.larger_in_a_row = self.larger_in_a_row + 1 if file > min(self.files) else 0
+        self.excess_is_bookkeeping = bookkeeping - memory.bookkeeping > file - allowed > MARGIN * allowed
         if file <= allowed:
-            self.kept, self.missed, self.limited = target, 0 if self.limited else self.missed, False
+            self.kept, self.missed, self.missed_is_limit = target, 0 if self.missed_is_limit else self.missed, False
             if memory.is_used_up(allowed - file, allowed, missed=self.missed > 0):
                 return False
             self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
-        elif not self.kept and self.grown == MOST_GROWN:
+        elif not self.kept and self.larger_in_a_row == MOST_GROWN:
             self.go_above()
-        elif self.limited and self.added:  # with more room a plan recomputes less
+        elif self.missed_is_limit and self.excess_is_bookkeeping:  # with more room a plan recomputes less
             self.kept = self.highest = target
             self.next = (target + self.missed) // 2
         else:  # less by the excess, and less than the peak of this plan
-            self.missed, self.highest, self.limited = min(target, peak), max(self.highest, target), False
+            self.missed, self.highest, self.missed_is_limit = min(target, peak), max(self.highest, target), False
             self.next = min(memory.tighter(target, file, allowed), self.missed - 1)
             if self.kept:
                 self.next = (self.kept + self.missed) // 2

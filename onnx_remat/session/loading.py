@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from onnx_remat import messages
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import shim
 from onnx_remat.session import fusing, scratch
@@ -66,7 +67,7 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
 
 def first_line(error: Exception) -> str:
     """Return ONNX Runtime's error in one line, without the middle of a long one: the cause is at its end."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = messages.first_line(error)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
 
 
