@@ -38,7 +38,8 @@ class Found:
     members : tuple of int
         Places of the nodes that nothing else needs.
     place : int
-        Where the kernel runs: at the last node that reads one of `reads`, so that none of them lives longer.
+        Where the kernel runs: at the last member that reads one of `reads`, so that none of them lives longer, but
+        behind the nodes that make them.
     """
 
     convolution: Convolution
@@ -140,7 +141,8 @@ class Steps:
             members.add(at)
             rest += step.reads
         direct = [at for at in members if set(self.ordered.steps[at].reads).intersection(reads)]
-        return Found(of, reads, makes, tuple(sorted(members)), max(direct, default=self.at[makes]))
+        makers = [self.at[name] for name in reads if name in self.at]
+        return Found(of, reads, makes, tuple(sorted(members)), max([*(direct or [self.at[makes]]), *makers]))
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ several runs, each stage computes and reduces a chunk at a time, and later stage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from onnx_remat.fuse import functions, loops, rows, spaces
 from onnx_remat.fuse.code import FLOAT, KINDS, Code
@@ -66,8 +66,11 @@ def outputs_of(group: Group) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((made[name].call.made, made[name].result) for name in group.makes)
 
 
-def _simple(member: Member) -> list[Member]:
-    """Return a member as members that are elementwise or reductions: Softmax and LogSoftmax are neither."""
+def _simple(member: Member, taken: Collection[str]) -> list[Member]:
+    """Return a member as members that are elementwise or reductions: Softmax and LogSoftmax are neither.
+
+    Names of values between them are none of those that are `taken`.
+    """
     if member.call.op not in ("LogSoftmax", "Softmax"):
         return [member]
     whole, (read,) = member.shape, member.inputs
@@ -75,6 +78,8 @@ def _simple(member: Member) -> list[Member]:
     made: list[Member] = []
 
     def add(op: str, reads: Sequence[Read], name: str, shape: tuple[int, ...] = whole) -> Read:
+        while name != member.made and name in taken:
+            name += " inside"
         columns = member.columns if op in rows.REDUCTIONS else 0
         result = once if columns else shape
         made.append(Member(member.at, Call(op, {}, FLOAT, FLOAT), tuple(reads), name, shape, result, columns))
@@ -106,7 +111,8 @@ class Writer:
 
     def __init__(self, group: Group, dtypes: Sequence[int]) -> None:
         self.group = group
-        self.members = [part for member in group.members for part in _simple(member)]
+        taken = {*group.reads, *(member.made for member in group.members)}
+        self.members = [part for member in group.members for part in _simple(member, taken)]
         assert group.space is not None, "no kernel computes this group"
         self.space, self.columns = group.space, group.columns
         self.axes, self.has_runs = self.space.axes, self.space.has_runs

@@ -89,7 +89,7 @@ def _merged(axes: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 def kernel_of(pad: Pad) -> Kernel:
     """Return the kernel of a Pad."""
-    size, sizes = prod(pad.shape), tuple(number for axis in pad.axes for number in axis)
+    size, sizes = prod(pad.shape), tuple(number for axis in pad.axes for number in axis) or (0,)
     inputs = ((pad.dtype, prod(extent for extent, _, _ in pad.axes)),)
     return Kernel(_text(pad), sizes, size, THREADS, inputs, ((pad.dtype, pad.shape),), threads=THREADS)
 

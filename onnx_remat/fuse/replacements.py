@@ -101,6 +101,17 @@ def replaced(ordered: OrderedStep, secret: int) -> Replaced:
         found = [each for each in found if each.makes not in tall]
 
 
+def _in_order(nodes: Sequence[LibraryNode]) -> list[LibraryNode]:
+    """Return nodes in their order, but each behind those that make what it reads."""
+    found: list[LibraryNode] = []
+    left = list(nodes)
+    while left:
+        made = {name for node in left for name in node.writes}
+        found.append(next(node for node in left if made.isdisjoint(node.reads)))
+        left.remove(found[-1])
+    return found
+
+
 def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Found], secret: int) -> Replaced:
     kernels: list[Kernel] = []
     new: dict[int, list[LibraryNode]] = {}
@@ -157,7 +168,7 @@ def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Foun
         if i not in gone:
             steps.append(step)
             places.append(i)
-        steps += new.get(i, [])
+        steps += _in_order(new.get(i, []))
         places += [-1] * len(new.get(i, []))
 
     def overwrites(at: int, made: str, old: str) -> bool:

@@ -229,7 +229,9 @@ def edges(steps: Sequence[LeanNode]) -> tuple[list[list[int]], list[bool]]:
 
 def as_run(steps: Sequence[LeanNode]) -> list[LeanNode]:
     """Return `steps` in the order in which ONNX Runtime runs them from a file with this order."""
-    return [steps[i] for i in priority_order(*edges(steps))]
+    order = priority_order(*edges(steps))
+    assert len(order) == len(steps), "each of some nodes waits for another of them"
+    return [steps[i] for i in order]
 
 
 def copy_of(

@@ -344,3 +344,36 @@ def test_kernels_that_were_planned_for_other_processors_are_refused(change, tmp_
     assert not fusing.fit_here(path)
     with pytest.raises(ModelError, match="another number of processors"), fusing.offered(path):
         pass
+
+
+def test_a_gradient_waits_for_what_it_reads():
+    """Even where a node that turns its other operand, and is no longer needed, comes long before that is made."""
+    batch, channels, out, size = 8, 16, 16, 24
+    images, gradients, weights = [batch, channels, size, size], [batch, out, size - 2, size - 2], [out, channels, 3, 3]
+    turn = {"perm": [1, 0, 2, 3]}
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["xt"], **turn),
+        helper.make_node("Mul", ["u", "c"], ["v"]),
+        helper.make_node("ReduceSum", ["v"], ["s"], keepdims=0),
+        helper.make_node("Mul", ["g0", "s"], ["g"]),
+        helper.make_node("Transpose", ["g"], ["gt"], **turn),
+        helper.make_node("Conv", ["xt", "gt"], ["d"]),
+        helper.make_node("Transpose", ["d"], ["dw"], **turn),
+        helper.make_node("ReduceMax", ["gt"], ["h"], keepdims=0),
+        helper.make_node("Add", ["dw", "v"], ["y"]),
+    ]
+    shapes = {"x": images, "g0": gradients, "u": weights}
+    graph = helper.make_graph(
+        nodes, "step",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, weights),
+         helper.make_tensor_value_info("h", TensorProto.FLOAT, [])],
+        [numpy_helper.from_array(np.float32(0.5), "c")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    feeds = {name: np.random.default_rng(0).standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    with Session(model) as session:
+        found = session.run(feeds)
+        assert session.kernel_count > 1
+    for name, wanted in zip(("y", "h"), run_model(model, feeds, "disable"), strict=True):
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-2)

@@ -288,3 +288,12 @@ def test_outputs_over_inputs():
     binding.bind_ortvalue_output("y", array)
     opened.run_with_iobinding(binding)
     np.testing.assert_array_equal(array.numpy(), wanted)
+
+
+@pytest.mark.parametrize("name", ["p sum", "p max", "p share"])
+@pytest.mark.parametrize("made", [True, False], ids=["made", "fed"])
+def test_values_may_have_any_names(name, made):
+    """Also those that values inside a kernel would have."""
+    twice = [node("Mul", ["p", "p"], name)] if made else []
+    nodes = [node("Softmax", ["x"], "p", axis=-1), *twice, node("Add", ["p", name], "y")]
+    compared(build(nodes, {"x": (64, 64), **({} if made else {name: (64, 64)})}, ["y"]))
