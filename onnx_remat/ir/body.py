@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.messages import Setting
 
 BODY_KEY = "onnx_remat.body"
@@ -34,6 +35,18 @@ def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield attribute.g
         elif attribute.type == onnx.AttributeProto.GRAPHS:
             yield from attribute.graphs
+
+
+def bytes_in_bodies(nodes: Iterable[onnx.NodeProto]) -> int:
+    """Return the bytes of all constants in the bodies of some nodes: a session keeps them from start to end."""
+    return sum(constant_bytes(body) for node in nodes for body in bodies(node))
+
+
+def constant_bytes(body: onnx.GraphProto) -> int:
+    """Return the bytes of all constants of a body, and of the bodies in it."""
+    stated = (a.t for node in body.node if node.op_type == "Constant" for a in node.attribute if a.name == "value")
+    tensors = [*body.initializer, *stated]
+    return sum(tensor_bytes(tensor.data_type, tensor.dims) for tensor in tensors) + bytes_in_bodies(body.node)
 
 
 def rename_captures(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:

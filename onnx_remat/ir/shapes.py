@@ -343,7 +343,7 @@ def symbols_of(model: onnx.ModelProto) -> list[str]:
 
 def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
     for dim in _all_dims(model):
-        name = dim.dim_param.rpartition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
+        name = dim.dim_param.partition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
         if name in dims:
             dim.dim_value = dims[name]
         elif name.isdigit() and name != dim.dim_param:

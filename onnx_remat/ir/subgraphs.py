@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import onnx
 from onnx import TensorProto, helper
 
+from onnx_remat.ir.body import constant_bytes
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.shapes import Tensor
 
@@ -17,9 +18,10 @@ PeakOf = Callable[[onnx.ModelProto], int]
 def workspace(
     op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], known: Mapping[str, TensorProto], peak_of: PeakOf
 ) -> int:
-    """Return the peak bytes of the bodies of an op while it runs, beyond the op's own inputs and outputs.
+    """Return the peak bytes of the bodies of an op while it runs, beyond its own inputs and outputs, without constants.
 
-    `known` maps names to small values of the model: shapes and axes that a body reads.
+    A session keeps the constants of bodies from start to end. `known` maps names to small values of the model: shapes
+    and axes that a body reads.
 
     If runs one branch, whose results become the op's. Loop keeps the values carried into an iteration and out of it,
     and every slice of its scan outputs until it joins them at the end. Scan writes slices in place.
@@ -30,10 +32,10 @@ def workspace(
         The body's values cannot be sized.
     """
     made = sum(tensors[name].nbytes for name in op.writes)
-    captured = sum(tensors[name].nbytes for name in op.captured)
+    captured = sum(tensors[name].nbytes for name in op.captured if name not in known)
     kind, peak = op.node.op_type, 0
     for body in _models(op, model, tensors, known):
-        peak = max(peak, peak_of(body))
+        peak = max(peak, peak_of(body) - constant_bytes(body.graph))
     if kind == "Loop":
         carried = len(op.inputs) - 2
         made = sum(tensors[name].nbytes for name in op.outputs[:carried] if name)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import shape_arithmetic
-from onnx_remat.ir.body import bodies
+from onnx_remat.ir.body import bodies, bytes_in_bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
@@ -260,7 +260,8 @@ def compile_problem(
         recomputable=np.array(table.recomputable, np.bool_),
         phase=np.array(phases, np.int8),
         base_bytes=sum(t.nbytes for t, kind in zip(sizes, kinds, strict=True) if kind != NODE)
-        + sum(tensors[name].nbytes for name in _with_default(graph)),
+        + sum(tensors[name].nbytes for name in _with_default(graph))
+        + bytes_in_bodies(graph.model.graph.node),
     )
 
 

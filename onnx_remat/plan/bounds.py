@@ -15,6 +15,7 @@ import numpy as np
 from onnx_remat.memory.problem import IN_RESIDENT, Problem
 
 _TRACED_OPS, _MOST_STATES = 4, 200  # ops whose inputs are traced back, and sets of values explored for each
+_MOST_WORK = 2_000_000  # values and ops looked at for each, a second or two: an op may read thousands of values
 
 
 def lower_bound(problem: Problem) -> int:
@@ -77,8 +78,8 @@ class _PebbleState:
         Lower bound on its bytes in addition to its maker's inputs: 0 if the output may be computed in place.
     maker : list of int
         Op that makes it.
-    reads : list of frozenset of int
-        Buffers each op reads.
+    reads, makes : list of frozenset of int
+        Buffers each op reads, and those it makes.
     workspace : list of int
     """
 
@@ -86,6 +87,7 @@ class _PebbleState:
     additional: list[int]
     maker: list[int]
     reads: list[frozenset[int]]
+    makes: list[frozenset[int]]
     workspace: list[int]
 
     @classmethod
@@ -95,28 +97,39 @@ class _PebbleState:
         additional[life.out_values[np.diff(life.take_ptr) > 0]] = 0
         counts = (life.maker[life.root] >= 0) & (life.least[life.root] > 0)
         reads = [frozenset(int(life.root[v]) for v in problem.inputs(op) if counts[v]) for op in range(problem.n_ops)]
-        return cls(life.least.tolist(), additional.tolist(), life.maker.tolist(), reads, problem.workspace.tolist())
+        size, makes = life.least.tolist(), [list[int]() for _ in range(problem.n_ops)]
+        for value in np.flatnonzero(counts & (life.root == np.arange(problem.n_values))).tolist():
+            makes[life.maker[value]].append(value)
+        return cls(
+            size, additional.tolist(), life.maker.tolist(), reads, list(map(frozenset, makes)),
+            problem.workspace.tolist(),
+        )  # fmt: skip
 
     def lowest(self, op: int) -> int:
         """Return a lower bound on the peak up to the moment when all inputs of `op` are allocated."""
-        size, maker = self.size, self.maker
-        start = self.reads[op]
-        total, pushed = sum(size[v] for v in start), 0
-        todo, done = [(total, total, pushed, start)], set[frozenset[int]]()
-        while len(done) < _MOST_STATES:
-            most, total, _, here = heapq.heappop(todo)
+        size, start = self.size, self.reads[op]
+        total, pushed, work = sum(size[v] for v in start), 0, 0
+        # A set is that of its parent without the values that one op makes, and with those that the op reads.
+        todo, done = [(total, total, pushed, start, -1)], set[frozenset[int]]()
+        while len(done) < _MOST_STATES and work < _MOST_WORK:
+            most, total, _, parent, last = heapq.heappop(todo)
+            here = parent if last < 0 else parent - self.makes[last] | self.reads[last]
+            work += 1 + len(here)
             if not here:
                 return most
             if here in done:
                 continue
             done.add(here)
-            for last in sorted({maker[v] for v in here}):
-                made = [v for v in here if maker[v] == last]
-                read = self.reads[last] - here
-                live = total + sum(size[v] for v in read) - sum(size[v] for v in made)
+            by_maker: dict[int, list[int]] = {}
+            for value in here:
+                by_maker.setdefault(self.maker[value], []).append(value)
+            for last in sorted(by_maker):
+                made = by_maker[last]
+                live = total + sum(size[v] for v in self.reads[last] - here) - sum(size[v] for v in made)
                 step = live + self.workspace[last] + sum(self.additional[v] for v in made)
                 pushed += 1
-                heapq.heappush(todo, (max(most, step), live, pushed, here.difference(made) | read))
+                work += len(made) + len(self.reads[last])
+                heapq.heappush(todo, (max(most, step), live, pushed, here, last))
         return todo[0][0]
 
 

@@ -72,6 +72,7 @@ def lay_out(
     ModelError
         ONNX Runtime has not optimised the step: it cannot run it, or was not used.
     """
+    from onnx_remat.ir.body import bytes_in_bodies
     from onnx_remat.ir.graph import INITIALIZER
     from onnx_remat.ir.opsets import opset_of
     from onnx_remat.session import lean_graph, offsets
@@ -88,6 +89,7 @@ def lay_out(
     steps = lean_graph.as_run(lean_graph.moved_when_due(lean, compiled.kernels))
     program = offsets.waiting(offsets.program(steps, compiled.tensors, inputs, outputs, compiled.kernels, opset), pairs)
     weights = sum(compiled.tensors[name].nbytes for name in stored)
+    weights += bytes_in_bodies(compiled.graph.model.graph.node)
     bound = offsets.assign(program, pairs, least, seconds, search)
     fused = Fused(len(program.steps), values_of(program.steps), unfused_slab=bound.height)
     return SlabLayout(compiled, program, bound, weights, constants, fused=fused)

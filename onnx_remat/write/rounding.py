@@ -14,7 +14,7 @@ roundings that change nothing. Equal numbers mean equal bits, in whatever order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ _DATA_SLOTS: Mapping[str, tuple[int, ...]] = {
 
 _HALF, _SINGLE = TensorProto.FLOAT16, TensorProto.FLOAT
 _ROUND = "round"
+_COPIES = frozenset((*_DATA_SLOTS, _ROUND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,15 @@ class _Term(NamedTuple):
 
     def with_data(self, change: Callable[[int], int]) -> _Term:
         """Return the term of a data-moving op with its data inputs replaced by `change`."""
+        return self._replace(read=tuple(change(n) if i in self._slots() else n for i, n in enumerate(self.read)))
+
+    def data(self) -> list[int]:
+        """Return the data inputs of a data-moving op."""
+        return [n for i, n in enumerate(self.read) if i in self._slots()]
+
+    def _slots(self) -> Sequence[int]:
         slots = _DATA_SLOTS[self.op]
-        picks = range(len(self.read)) if slots == _ALL else slots
-        return self._replace(read=tuple(change(n) if i in picks else n for i, n in enumerate(self.read)))
+        return range(len(self.read)) if slots == _ALL else slots
 
 
 class _Terms:
@@ -168,20 +175,38 @@ class _Terms:
 
     def rounded(self, number: int) -> int:
         """Return the term rounded to half precision; the term itself if that changes nothing."""
-        if number in self.exact:
-            return number
-        term = self._terms[number]
-        within = term.with_data(self.rounded) if term.op in _DATA_SLOTS else _Term(_ROUND, (), (number,))
-        found = self.number(within)
-        self.exact.add(found)
-        return found
+        found: dict[int, int] = {}
+        for each in self._copied(number, self.exact):
+            term = self._terms[each]
+            found[each] = each
+            if each not in self.exact:
+                within = term.with_data(found.__getitem__) if term.op in _DATA_SLOTS else _Term(_ROUND, (), (each,))
+                found[each] = self.number(within)
+        self.exact.update(found.values())
+        return found[number]
 
     def unrounded(self, number: int) -> int:
         """Return the term without roundings of the data it copies: enough for Shape and Size."""
-        term = self._terms[number]
-        if term.op == _ROUND:
-            return self.unrounded(term.read[0])
-        return self.number(term.with_data(self.unrounded)) if term.op in _DATA_SLOTS else number
+        found: dict[int, int] = {}
+        for each in self._copied(number, ()):
+            term = self._terms[each]
+            moved = term.op in _DATA_SLOTS
+            found[each] = self.number(term.with_data(found.__getitem__)) if moved else each
+            if term.op == _ROUND:
+                found[each] = found[term.read[0]]
+        return found[number]
+
+    def _copied(self, number: int, ends: Container[int]) -> list[int]:
+        """Return a term and those whose elements it copies, back to `ends`; each after the terms that it reads."""
+        seen, todo = {number}, [number]
+        while todo:
+            term = self._terms[(each := todo.pop())]
+            if each in ends or term.op not in _COPIES:
+                continue
+            new = set(term.read if term.op == _ROUND else term.data()) - seen
+            seen |= new
+            todo += new
+        return sorted(seen)
 
 
 class _Numbered:
@@ -292,8 +317,12 @@ class _Numbered:
 
     def _walk(self, names: list[str]) -> Iterator[str]:
         """Yield values of the original from these back to the ops that compute something."""
+        seen: set[str] = set()
         while names:
             name = names.pop()
+            if name in seen:
+                continue
+            seen.add(name)
             plain = name.removeprefix(INSERTED)
             if name in self._near or name.startswith(INSERTED):
                 if plain in self._origin:

@@ -147,7 +147,7 @@ class _Writer:
         self.occurrences: list[str] = []
         self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the node index to insert them at
         self._made_at: dict[str, int] = {}  # number of nodes once a value is made
-        self.value_info = {v.name: v for v in graph.model.graph.value_info}
+        self.value_info = {v.name: v for v in graph.model.graph.value_info if v.name in graph.values}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
         self._taken = set(names_in(graph.model.graph))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from itertools import product
 
 from hypothesis import given, settings
@@ -67,6 +68,22 @@ def test_what_an_op_reads_must_be_brought_together() -> None:
         nbytes=[10, 3, 10, 3, 1], outputs=[4], workspace=[0, 0, 0, 0, 7],
     )  # fmt: skip
     assert lower_bound(problem) == simulate(problem, range(5)).peak == 16
+
+
+def test_an_op_that_reads_thousands_of_values_is_looked_at_for_seconds() -> None:
+    """Such as one that joins all gradients to a vector; each is made from a value of its own, and all are needed."""
+    count = 3000
+    problem = build(
+        ops=[*(([], [i]) for i in range(count)), *(([i], [count + i]) for i in range(count)),
+             ([*range(count, 2 * count)], [2 * count])],
+        nbytes=[*[3] * count, *[2] * count, 1], outputs=[2 * count],
+    )  # fmt: skip
+    tracemalloc.start()
+    try:
+        assert lower_bound(problem) == 2 * count + 3  # the last of them is made from three bytes
+        assert tracemalloc.get_traced_memory()[1] < 1 << 29
+    finally:
+        tracemalloc.stop()
 
 
 def test_cut_knapsack_of_a_chain_drops_what_exceeds_the_budget() -> None:

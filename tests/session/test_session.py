@@ -12,6 +12,8 @@ from onnx import TensorProto, helper
 
 import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import loading
 from onnx_remat.session.plan_session import Array
 from onnx_remat.session.training import Loop
@@ -188,6 +190,31 @@ def test_bodies_stay_with_onnxruntime(which):
         assert_same(session.run(feeds), outputs_of(model, feeds))
         flipped = feeds | {"which": np.array(not which)}
         assert_same(session.run(flipped), outputs_of(model, flipped))
+
+
+def test_weights_of_bodies_are_counted_once_and_as_long_as_the_session_lives():
+    def branch(name, stated):
+        weight = onnx.numpy_helper.from_array(np.ones(N, np.float32), f"{name}.w")
+        made = body([make("Mul", ["a", f"{name}.w"], [name])], {}, {name: (TensorProto.FLOAT, N)})
+        if stated == "node":
+            made.node.insert(0, make("Constant", [], [f"{name}.w"], value=weight))
+        else:
+            made.initializer.append(weight)
+        return made
+
+    nodes = [
+        make("Exp", ["x"], ["a"]),
+        make("If", ["which"], ["b"], then_branch=branch("t", "node"), else_branch=branch("e", "weight")),
+        make("Concat", ["b", "a", "x"], ["c"], axis=0), make("Exp", ["c"], ["y"]),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": N, "which": (TensorProto.BOOL, [])}, {"y": [192, 64]})
+    each = 64 * 64 * 4
+    with Session(model) as session:
+        assert session.weight_bytes == 2 * each
+        assert session.workspace_bytes < each
+    alone = prepare(model, Preparation(CPU))
+    assert alone.problem.base_bytes == 3 * each + 1  # with both inputs
+    assert alone.problem.workspace.max() < each
 
 
 def test_strings_and_sequences_stay_with_onnxruntime():

@@ -19,7 +19,7 @@ from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import realize, settle
-from onnx_remat.write.rounding import Direct, differing
+from onnx_remat.write.rounding import Direct, _Term, _Terms, differing
 from tests.support.graphs import feeds_for, run_model, same_bits
 from tests.write.test_writer import random_schedule
 
@@ -186,3 +186,16 @@ def test_a_rounding_that_a_body_sees_is_found(lines: str, at: str, changes: bool
     origin = {name: name for name in ("x", "y", "c", *(name for node in before.graph.node for name in node.output))}
     assert differing(loaded[0], loaded[0], origin) == ()
     assert set(differing(loaded[0], loaded[1], origin)) == ({"f", "h"} if changes else set())
+
+
+@pytest.mark.parametrize(("op", "levels", "reads"), [("Transpose", 3000, 1), ("Max", 60, 2)])
+def test_roundings_behind_long_and_branching_chains_of_copies(op: str, levels: int, reads: int) -> None:
+    terms = _Terms()
+    plain = rounded = terms.leaf("x")
+    rounded = terms.rounded(rounded)
+    for level in range(levels):
+        plain = terms.number(_Term(op, (level,), (plain,) * reads))
+        rounded = terms.number(_Term(op, (level,), (rounded,) * reads))
+    assert plain != rounded
+    assert terms.unrounded(rounded) == terms.unrounded(plain) == plain
+    assert terms.rounded(plain) == rounded

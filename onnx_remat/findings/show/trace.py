@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from onnx_remat.findings.show import modules
 from onnx_remat.ir import phases
+from onnx_remat.ir.body import bytes_in_bodies
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.write.decided import RECOMPUTE_KEY
 
@@ -104,6 +105,8 @@ def trace(executed: Executed, section_of: Mapping[str, str]) -> Trace:
         for name, value in compiled.graph.values.items()
         if value.kind in (INPUT, INITIALIZER)
     )
+    if inside := bytes_in_bodies(compiled.graph.model.graph.node):
+        residents += (("constants of bodies", INITIALIZER, inside),)
     return Trace(tuple(steps), buffers, residents, timeline.peak, timeline.peak_step)
 
 
