@@ -73,7 +73,10 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
     key = export_cache.key_of(graph, step, request)
     exported = export_cache.find(key)
     if exported is not None:
-        exported = replace(exported, torch_bytes=_own_bytes(request, measured, exported.torch_bytes))
+        before = exported.torch_bytes
+        exported = replace(exported, torch_bytes=_own_bytes(request, measured, before))
+        if exported.torch_bytes not in (0, before):  # as at the first share after a start without a budget
+            export_cache.keep(key, exported)
         report = _planned(request, exported)
     else:
         made = lower(graph, step.inputs, OPSET, request.dynamic, *parts)

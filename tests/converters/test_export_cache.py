@@ -182,8 +182,11 @@ def test_an_own_step_that_fails_refuses_a_step_that_was_compared_before(kept, mo
 
 
 @pytest.mark.parametrize(("measured", "used"), [(12_000_000, 10_000_000), (17_000_000, 17_000_000)])
-def test_torchs_memory_is_measured_each_time_and_its_noise_changes_nothing(monkeypatch, measured, used):
+@pytest.mark.parametrize("first", [False, True], ids=["", "after a start without a budget"])
+def test_torchs_memory_is_measured_each_time_and_its_noise_changes_nothing(monkeypatch, measured, used, first):
     """Checkpointing of the model, for example, does not show in the graph."""
+    if first:
+        step()
     monkeypatch.setattr(own_step, "memory", lambda _: 10_000_000)
     assert step(budget="90%")[0].torch_bytes == 10_000_000
     monkeypatch.setattr(own_step, "memory", lambda _: measured)
