@@ -10,7 +10,7 @@ from onnx_ir.passes import common
 from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
-from ..tape import Tape
+from ..tape import Tape, number
 from ..values import replace
 from .base import Fact, rewrite
 from .scatter_into import filled_with
@@ -23,9 +23,10 @@ _MOST = 1 << 24
 def shorten_masked_softmax(model: ir.Model) -> None:
     """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
 
-    If `x` is a sum with a mask that depends on no input and has a finite entry in every row, the result is the softmax
-    alone. Scores that overflow to minus infinity along a whole row then give NaN. Otherwise the test compares the
-    maximum of each row with minus infinity: one pass over the scores, and no integers twice as large as the scores.
+    If `x` is the sum of a product of matrices and of a mask that depends on no input and has a finite entry in every
+    row, the result is the softmax alone. Scores that overflow to minus infinity along a whole row then give NaN.
+    Otherwise the test compares the maximum of each row with minus infinity: one pass over the scores, and no integers
+    twice as large as the scores.
     """
     tape = Tape(model.graph)
     whole: dict[ir.Value, bool] = {}
@@ -40,7 +41,7 @@ def shorten_masked_softmax(model: ir.Model) -> None:
         axis = made.attributes["axis"].as_int() if "axis" in made.attributes else -1
         if x is None or x.shape is None or axis % len(dims(x)) != len(dims(x)) - 1 or not _all_lost(empty, x):
             continue
-        if dims(softmax) == dims(node.outputs[0]) and any(_leaves_some(v, whole) for v in _addends(x)):
+        if dims(softmax) == dims(node.outputs[0]) and _has_finite_entries(x, whole):
             replace(node.outputs[0], softmax)
             continue
         with tape.ahead_of(node, node.metadata_props.get("phase", "forward")):  # type: ignore[arg-type]
@@ -83,6 +84,28 @@ def _addends(x: ir.Value) -> list[ir.Value]:
     if node is None or node.domain or node.op_type != "Add":
         return []
     return [value for value in node.inputs if value is not None]
+
+
+def _has_finite_entries(x: ir.Value, known: dict[ir.Value, bool]) -> bool:
+    """Return whether each row of a sum has a finite entry, unless a product of matrices overflows."""
+    found = _addends(x)
+    return any(
+        _leaves_some(mask, known) and all(_is_product(rest) for rest in found if rest is not mask) for mask in found
+    )
+
+
+_KEEPS_FINITE = frozenset({"Cast", "Expand", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def _is_product(value: ir.Value | None) -> bool:
+    """Return whether a value is a product of matrices, perhaps scaled by a number."""
+    node = value.producer() if value is not None else None
+    if node is None or node.domain:
+        return False
+    if node.op_type in ("Mul", "Div"):
+        rest = [each for each in node.inputs if each is not None and number(each) is None]
+        return len(rest) == 1 and _is_product(rest[0])
+    return node.op_type in ("MatMul", "Gemm") or (node.op_type in _KEEPS_FINITE and _is_product(node.inputs[0]))
 
 
 def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:

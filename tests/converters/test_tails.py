@@ -156,6 +156,7 @@ WHOLE = torch.tensor([2**24 + 1, -(2**24) - 1, 2**31 + 7, -7, 7, 3 * (2**24 + 1)
 BY = torch.tensor([1, 1, 2, 2, -2, 3, 1, -3])
 REAL = torch.tensor([7, -7, 7, -7, 5.5, -5.5, 1e8, -0.3, 0.3, 1, torch.inf, 3, 1])
 OF = torch.tensor([2, 2, -2, -2, 0.5, 0.5, 3, 0.1, -0.1, 0.1, 2, torch.inf, 0])
+ENDS = torch.cartesian_prod(*[torch.tensor([-torch.inf, -1, 0, 1, torch.inf, torch.nan])] * 2).T
 DIVISIONS = {
     "trunc": (lambda x, y: torch.div(x, y, rounding_mode="trunc"), WHOLE, BY),
     "floor": (lambda x, y: torch.div(x, y, rounding_mode="floor"), WHOLE, BY),
@@ -170,6 +171,11 @@ DIVISIONS = {
     "whole_rest": (lambda x, y: x % y, WHOLE, BY),
     "of_numbers": (lambda x, _: 1000 // x + torch.div(5.0, x, rounding_mode="floor"), BY, BY),
     "angles": (lambda x, y: torch.atan2(x, y), BY, BY),
+    "rest_of_a_number": (lambda x, y: 1.0 % y, REAL, OF),
+    "whole_rest_by_a_number": (lambda x, _: x % 0.1, BY, BY),
+    "whole_by_reals": (lambda x, y: torch.div(x, y, rounding_mode="floor"), BY[:1], OF),
+    "whole_rest_by_reals": (lambda x, y: x % y, BY[:1], OF),
+    "infinite_angles": (lambda x, y: torch.atan2(x, y), ENDS[0], ENDS[1]),
     "kept_sign": (lambda x, y: torch.div(x, y, rounding_mode="trunc"), REAL, OF),
 }
 
@@ -190,4 +196,106 @@ def test_quotients_and_remainders_are_torchs():
     for name, (function, x, y) in DIVISIONS.items():
         expected = function(x, y).numpy()
         assert found[f"output.{name}"].dtype == expected.dtype
-        np.testing.assert_allclose(found[f"output.{name}"], expected, 1e-6 if name == "angles" else 0, err_msg=name)
+        np.testing.assert_allclose(found[f"output.{name}"], expected, 1e-6 if "angles" in name else 0, err_msg=name)
+
+
+COUNTS = torch.tensor([[100000, 100000, -3, 2, 2], [2**40, 3, 3, -1, 5]])
+PRODUCTS = {
+    "prod": (lambda x: x.prod(1), COUNTS),
+    "prod_of_int": (lambda x: x.prod(1), COUNTS[:1].int()),
+    "prod_of_all": (lambda x: x.prod(), COUNTS[:1].int()),
+    "prod_of_bool": (lambda x: (x > 0).prod(1), COUNTS),
+    "prod_of_one": (lambda x: x.sum().prod(0), COUNTS),
+    "cumprod": (lambda x: x.cumprod(1), COUNTS),
+    "cumprod_of_bool": (lambda x: (x > 0).cumprod(1), COUNTS),
+    "cumprod_as_double": (lambda x: x.cumprod(dim=1, dtype=torch.float64), COUNTS),
+    "cummax": (lambda x: x.cummax(1).values, COUNTS),
+    "cummin_at": (lambda x: x.cummin(1).indices, COUNTS),
+    "cummin_of_int": (lambda x: x.cummin(0).values, COUNTS[:, 2:].int()),
+    "cummax_of_bool": (lambda x: (x < 0).cummax(1).values, COUNTS),
+    "amax_of_one": (lambda x: x.sum().amax() - x.sum().amin(), COUNTS.double()),
+}
+
+
+def test_products_and_extremes_of_integers_are_torchs():
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, **batch):
+            return {"loss": self.weight.sum(), **{n: f(batch[f"x_{n}"]) for n, (f, _) in PRODUCTS.items()}}
+
+    batch = {f"x_{name}": x for name, (_, x) in PRODUCTS.items()}
+    step = export_training_step(Counted(), batch, outputs=list(PRODUCTS), check=False)
+    found = outputs(step, {"weight": np.ones(1, np.float32)} | {name: value.numpy() for name, value in batch.items()})
+    for name, (function, x) in PRODUCTS.items():
+        expected = function(x).numpy()
+        assert found[f"output.{name}"].dtype == expected.dtype, name
+        np.testing.assert_array_equal(found[f"output.{name}"], expected, err_msg=name)
+
+
+class Of(nn.Module):
+    """The sum of a function of a parameter, weighed by its place."""
+
+    def __init__(self, function, x):
+        super().__init__()
+        self.function, self.x = function, nn.Parameter(x.clone())
+
+    def forward(self, one):
+        made = self.function(self.x) * one
+        return (made * torch.arange(1, made.numel() + 1).reshape(made.shape)).sum()
+
+
+F = nn.functional
+IMAGE = torch.randn(2, 3, 5, 6, generator=SEEDED)
+IDENTITY = torch.eye(2, 3).expand(2, 2, 3).clone()
+LATTICE = torch.tensor([[0.0, 0, 1], [1, 1, 0], [2, 0, 0]])
+PLACES = {
+    "cdist_of_lattices": (lambda x: torch.cdist(x, LATTICE + 1, p=float("inf")), LATTICE),
+    "pdist_of_lattices": (lambda x: F.pdist(x, p=float("inf")), LATTICE),
+    "cdist_by_keywords": (lambda x: torch.cdist(x1=x, x2=LATTICE + 0.3), LATTICE),
+    "bilinear_by_keywords": (lambda x: F.bilinear(input1=x, input2=x, weight=torch.ones(2, 3, 3)), LATTICE),
+    "cumprod_by_keywords": (lambda x: torch.cumprod(input=x + 2, dim=1), LATTICE),
+    "matrix_exp_by_keyword": (lambda x: torch.linalg.matrix_exp(input=x / 4), LATTICE),
+    "border": (
+        lambda x: F.grid_sample(
+            IMAGE, F.affine_grid(x, IMAGE.shape, align_corners=True), padding_mode="border", align_corners=True
+        ), IDENTITY,
+    ),
+    "grid_of_one_row": (lambda x: F.affine_grid(x, [2, 3, 1, 8], align_corners=True), IDENTITY),
+    "exponentials_of_all_sizes": (
+        lambda x: torch.matrix_exp(x * torch.tensor([1.0, 4000.0])[:, None, None])[0],
+        torch.tensor([[[0.0, -1], [1, 0]], [[0.0, -1], [1, 0]]]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_gradients_where_functions_have_corners(name):
+    model = Of(*PLACES[name])
+    step = export_training_step(model, torch.ones(()), check=False)
+    found = outputs(step, {"x": model.x.detach().numpy(), "input.0": np.ones((), np.float32)})
+    model(torch.ones(())).backward()
+    np.testing.assert_allclose(found["grad.x"], model.x.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_normalization_of_half_precision_is_computed_in_float32():
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.last = nn.Linear(4, 2).half()
+
+        def forward(self, x):
+            return self.last(self.norm(x)).float().square().mean()
+
+    torch.manual_seed(0)
+    model, x = Normalized(), (1000 * torch.randn(16, 4)).half()
+    step = export_training_step(model, x, check=False)
+    given = {n: p.detach().numpy() for n, p in (*model.named_parameters(), *model.named_buffers())}
+    found = outputs(step, given | {"input.0": x.numpy()})
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(found[f"grad.{name}"], parameter.grad, rtol=2e-2, atol=2e-3, err_msg=name)
+    np.testing.assert_allclose(found["new.norm.running_var"], model.norm.running_var, rtol=1e-3)

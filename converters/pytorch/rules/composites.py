@@ -18,9 +18,11 @@ from ..private_torch import old_weight_norm
 from .resizing import interpolate
 
 
-def bilinear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def bilinear(
+    input1: torch.Tensor, input2: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x W y for every output."""
-    made = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    made = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
     return made if bias is None else made + bias
 
 
@@ -78,15 +80,15 @@ def embedding(
     return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
 
-def cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
+def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
     """Distances of all pairs of rows; the gradient at distance 0 is 0."""
-    return _distance(x.unsqueeze(-2) - y.unsqueeze(-3), p)
+    return _distance(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
-def pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+def pdist(input: torch.Tensor, p: float = 2.0) -> torch.Tensor:
     """Distances of the pairs of rows i < j."""
-    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1)
-    return _distance(x.index_select(0, first) - x.index_select(0, second), p)
+    first, second = torch.triu_indices(input.shape[0], input.shape[0], 1)
+    return _distance(input.index_select(0, first) - input.index_select(0, second), p)
 
 
 def _distance(difference: torch.Tensor, p: float) -> torch.Tensor:
@@ -97,13 +99,17 @@ def _distance(difference: torch.Tensor, p: float) -> torch.Tensor:
     if p == 1:
         return difference.abs().sum(-1)
     if p == float("inf"):
-        return difference.abs().amax(-1)
+        size = difference.abs()
+        largest = size.detach().amax(-1, keepdim=True)
+        # All that are the largest have the whole gradient: what is added is zero, and of the gradient that each lacks.
+        hit = (size == largest) & (largest < math.inf)
+        return largest.squeeze(-1) + torch.where(hit, size - size.detach(), 0.0).sum(-1)
     raise NotImplementedError(f"distances of p = {p}: 1, 2 and inf are supported")
 
 
-def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
+def logcumsumexp(input: torch.Tensor, dim: int) -> torch.Tensor:
     """Of pairs, then of fours, and so on; Hillis & Steele 1986."""
-    made, length, shift = x.movedim(dim, -1), x.shape[dim], 1
+    made, length, shift = input.movedim(dim, -1), input.shape[dim], 1
     while shift < length:
         made = torch.logaddexp(made, F.pad(made[..., : length - shift], (shift, 0), value=-math.inf))
         shift *= 2
@@ -127,7 +133,7 @@ def grid_sample(
         at = grid[..., axis]
         at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
         if padding_mode == "border":
-            at = at.clamp(0, size - 1)
+            at = torch.where((at > 0) & (at < size - 1), at, at.detach().clamp(0, size - 1))
         if mode == "nearest":
             corners.append([(at.round(), torch.ones_like(at))])
         else:
@@ -158,25 +164,30 @@ def affine_grid(theta: torch.Tensor, size: list[int], align_corners: bool | None
         raise NotImplementedError("affine_grid of volumes")
     axes = []
     for count in size[2:]:
-        edge = 1.0 if align_corners else 1 - 1 / count
+        edge = 1.0 if align_corners and count > 1 else 1 - 1 / count
         axes.append(torch.linspace(-edge, edge, count, dtype=theta.dtype))
     y, x = torch.meshgrid(axes, indexing="ij")
     points = torch.stack([x, y, torch.ones_like(x)], -1).reshape([1, -1, 3])
     return (points @ theta.transpose(1, 2)).reshape([size[0], size[2], size[3], 2])
 
 
-def cumprod(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Products of all prefixes, side by side."""
+def cumprod(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Products of all prefixes, side by side; those of integers have no gradient."""
+    x = input if dtype is None else input.to(dtype)
+    if not x.is_floating_point() or not x.dim():
+        made: torch.Tensor = torch.ops.aten.cumprod(x, dim)
+        return made
     length = x.shape[dim]
     prefix = torch.ones([length, length], dtype=torch.bool).tril()
     return torch.where(prefix, x.movedim(dim, -1).unsqueeze(-2), 1.0).prod(-1).movedim(-1, dim)
 
 
-def matrix_exp(x: torch.Tensor) -> torch.Tensor:
-    """Taylor's polynomial of x / 2^s, squared s times, where s brings the largest norm of the batch to at most 1."""
+def matrix_exp(input: torch.Tensor) -> torch.Tensor:
+    """Taylor's polynomial of x / 2^s, squared s times, where s brings the norm of each matrix to at most 1."""
+    x = input
     if 0 in x.shape:
         return x
-    norm = x.detach().abs().sum(-2).amax().clamp(min=1.0)
+    norm = x.detach().abs().sum(-2).amax(-1).clamp(min=1.0)[..., None, None]
     halvings = norm.log2().ceil().clamp(max=_SQUARINGS)
     part = x / torch.exp2(halvings)
     unit = torch.eye(x.shape[-1], dtype=x.dtype)
@@ -276,9 +287,10 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 def rrelu(
-    x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> torch.Tensor:
     """Slopes below zero are drawn, in training."""
+    x = input
     if not training:
         return F.leaky_relu(x, (lower + upper) / 2, inplace)
     slope = torch.rand_like(x) * (upper - lower) + lower
@@ -290,9 +302,9 @@ DRAWING: dict[Any, Callable[..., Any]] = {F.rrelu: rrelu, torch.rrelu: rrelu}
 """Compositions that draw, and so stand on both sides, where `watch` sees them: torch's own take no draws."""
 
 
-def torchs_cdist(x: torch.Tensor, y: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
+def torchs_cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
     """torch's own, without its products of matrices for many rows: their distance of a row to itself is no zero."""
-    return torch.cdist(x, y, p, "donot_use_mm_for_euclid_dist")
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
 OWN: dict[Any, Callable[..., Any]] = {torch.cdist: torchs_cdist}

@@ -41,9 +41,10 @@ def atan2(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         y, x = y.float(), x.float()
     kind = torch.result_type(y, x)
     zero, half = (torch.full([], angle, dtype=kind) for angle in (0.0, math.pi / 2))
-    at_axis = torch.where(y > 0, half, torch.where(y < 0, -half, zero))
+    at_axis = torch.where(y > 0, half, torch.where(y < 0, -half, y))
     left = torch.where(y >= 0, 2 * half, -2 * half)
-    return torch.where(x == 0, at_axis, (y / x).atan() + torch.where(x < 0, left, zero))
+    slope = torch.where((x.abs() == math.inf) & (y.abs() == math.inf), x.sign() * y.sign(), y / x)
+    return torch.where(x == 0, at_axis, slope.atan() + torch.where(x < 0, left, zero))
 
 
 @rule(aten.log1p.default)
@@ -132,11 +133,15 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     return end - (end - start) * (1 - weight)
 
 
-@rule(aten.remainder.Scalar, aten.remainder.Tensor)
-def remainder(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+@rule(aten.remainder.Scalar, aten.remainder.Tensor, aten.remainder.Scalar_Tensor)
+def remainder(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
     """Of floats by the exact remainder of the magnitudes: a quotient may round to the next whole number."""
-    if not x.is_floating_point():
+    kind = torch.result_type(x, y)
+    if not isinstance(x, torch.Tensor):
+        return torch.remainder(_number(x, y), y)
+    if not kind.is_floating_point:
         return NotImplemented
+    x = x.to(kind)
     rest = torch.fmod(x, y)
     return torch.where(_other_side(rest, y), rest + y, rest)
 
@@ -151,10 +156,10 @@ def floor_divide(x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tens
     """Of floats by their exact remainder."""
     if not isinstance(x, torch.Tensor):
         return torch.floor_divide(_number(x, y), y)
-    if not x.is_floating_point() and not isinstance(y, float):
+    kind = torch.result_type(x, y)
+    if not kind.is_floating_point:
         return NotImplemented
-    if not isinstance(y, torch.Tensor):
-        y = torch.full([], y, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    x, y = x.to(kind), y.to(kind) if isinstance(y, torch.Tensor) else torch.full([], y, dtype=kind)
     rest = torch.fmod(x, y)
     quotient = ((x - rest) / y).round()
     return torch.where(y == 0, x / y, torch.where(_other_side(rest, y), quotient - 1, quotient))

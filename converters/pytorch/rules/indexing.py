@@ -58,6 +58,8 @@ def _amid_zeros(x: torch.Tensor, size: int, dim: int, start: int) -> torch.Tenso
 @rule(aten.amax.default)
 def amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
     """Reduce over all axes if none is named: torch's exporter needs them by name."""
+    if not x.dim():
+        return x.clone()
     made: torch.Tensor = NotImplemented if dim else aten.amax(x, list(range(x.dim())), keepdim)
     return made
 
@@ -65,6 +67,8 @@ def amax(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> tor
 @rule(aten.amin.default)
 def amin(x: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
     """As `amax`."""
+    if not x.dim():
+        return x.clone()
     made: torch.Tensor = NotImplemented if dim else aten.amin(x, list(range(x.dim())), keepdim)
     return made
 
@@ -166,6 +170,8 @@ def median_of_all(x: torch.Tensor) -> torch.Tensor:
 @rule(aten.kthvalue.default)
 def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The k-th smallest, counted from one."""
+    if not x.dim():
+        return x.clone(), torch.zeros([], dtype=torch.int64)
     values, indices = (made.narrow(dim, k - 1, 1) for made in x.sort(dim))
     return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
 
@@ -173,48 +179,71 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> t
 @rule(aten.median.dim)
 def median(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The lower of the two in the middle."""
-    return kthvalue(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    return kthvalue(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
 
 
 @rule(aten.prod.dim_int)
 def prod(x: torch.Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Along one axis."""
+    """Along one axis; int64 of integers, as in torch."""
+    x = _as_factors(x, dtype)
+    if not x.dim():
+        return x.clone()
     dim, shape = dim % x.dim(), list(x.shape)
     shape[dim : dim + 1] = [1] if keepdim else []
-    x = x if dtype is None else x.to(dtype)
     return onnx.op("ReduceProd", x, torch.tensor([dim]), shape=shape, keepdims=int(keepdim))
+
+
+def _as_factors(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """x in the type that its product has."""
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() else torch.int64
+    return x.to(dtype)
 
 
 def _prefixes(x: torch.Tensor, dim: int, rest: float) -> torch.Tensor:
     """All prefixes along `dim`, side by side on the last axis but one; `rest` stands where they have ended."""
     x = x.movedim(dim, -1)
     prefix = torch.ones([x.shape[-1], x.shape[-1]], dtype=torch.bool).tril()
-    return torch.where(prefix, x.unsqueeze(-2), rest)
+    return torch.where(prefix, x.unsqueeze(-2), torch.full([], rest, dtype=x.dtype))
 
 
 @rule(aten.cumprod.default)
 def cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Of every prefix."""
-    return prod(_prefixes(x if dtype is None else x.to(dtype), dim, 1.0), -1).movedim(-1, dim)
+    x = _as_factors(x, dtype)
+    return prod(_prefixes(x, dim, 1), -1).movedim(-1, dim) if x.dim() else x.clone()
 
 
 @rule(aten.cummax.default)
 def cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every prefix; of equals the last, as in torch."""
-    values = _prefixes(x, dim, -torch.inf).amax(-1)
+    return _extremes(x, dim, least=False)
+
+
+@rule(aten.cummin.default)
+def cummin(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cummax`."""
+    return _extremes(x, dim, least=True)
+
+
+def _extremes(x: torch.Tensor, dim: int, least: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest or least of every prefix, and where it is."""
+    if not x.dim():
+        return x.clone(), torch.zeros([], dtype=torch.int64)
+    if x.dtype == torch.bool:
+        values, indices = _extremes(x.to(torch.int32), dim, least)
+        return values.to(torch.bool), indices
+    ends = (-math.inf, math.inf)
+    if not x.is_floating_point():
+        ends = (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+    prefixes = _prefixes(x, dim, ends[least])
+    values = prefixes.amin(-1) if least else prefixes.amax(-1)
     equal = (x.movedim(dim, -1).unsqueeze(-2) == values.unsqueeze(-1)).tril()
     indices = torch.where(equal, torch.arange(x.shape[dim]), -1).amax(-1)
     return values.movedim(-1, dim), indices.movedim(-1, dim)
 
 
-@rule(aten.cummin.default)
-def cummin(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every prefix; of equals the last, as in torch."""
-    values, indices = cummax(-x, dim)
-    return -values, indices
-
-
 @rule(aten.prod.default)
 def prod_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Over all."""
-    return onnx.op("ReduceProd", x if dtype is None else x.to(dtype), shape=[], keepdims=0)
+    return onnx.op("ReduceProd", _as_factors(x, dtype), shape=[], keepdims=0)

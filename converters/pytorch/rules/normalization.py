@@ -30,26 +30,34 @@ def native_batch_norm(
 ) -> tuple[torch.Tensor | None, ...]:
     """Normalize by the batch's or the running statistics; the last two results are the new running statistics.
 
-    The batch's mean and inverse deviation are handed on with axes of size one, as the gradient needs them.
+    The batch's mean and inverse deviation are handed on with axes of size one, as the gradient needs them. Half
+    precision is computed in float32, as in torch.
     """
+    dtype, x = x.dtype, _exact(x)
     if training:
         mean = _channelwise(mean_by_channel(x), x)
         centred = x - mean
         variance = _channelwise(mean_by_channel(centred * centred), x)
         if running_mean is not None and running_var is not None:
             count = x.numel() // x.shape[1]
-            running_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
-            running_var = running_var * (1 - momentum) + variance.flatten() * (momentum * count / (count - 1))
+            moved_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
+            moved_var = running_var * (1 - momentum) + variance.flatten() * (momentum * count / (count - 1))
+            running_mean, running_var = moved_mean.to(running_mean.dtype), moved_var.to(running_var.dtype)
     else:
         assert running_mean is not None and running_var is not None
-        mean, variance = _channelwise(running_mean, x), _channelwise(running_var, x)
+        mean, variance = (_channelwise(_exact(v), x) for v in (running_mean, running_var))
         centred = x - mean
     inverse = 1 / torch.sqrt(variance + eps)
     y = centred * (inverse if weight is None else inverse * _channelwise(weight, x))
     if bias is not None:
         y = y + _channelwise(bias, x)
     saved = (mean, inverse) if training else (mean.new_empty(0), mean.new_empty(0))
-    return y, *saved, running_mean, running_var
+    return y.to(dtype), *saved, running_mean, running_var
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    """x, of half precision in float32."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 @rule(aten._native_batch_norm_legit_no_training.default)
@@ -93,9 +101,11 @@ def native_batch_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Ioffe & Szegedy 2015, section 3, gathered into one scale of the gradient, one of x and one shift."""
+    dtype, gradient, x = x.dtype, _exact(gradient), _exact(x)
     if not training:
         assert running_mean is not None and running_var is not None
-        mean, inverse = _channelwise(running_mean, x), 1 / torch.sqrt(_channelwise(running_var, x) + eps)
+        mean, variance = (_channelwise(_exact(v), x) for v in (running_mean, running_var))
+        inverse = 1 / torch.sqrt(variance + eps)
     assert mean is not None and inverse is not None
     mean, inverse = (v if v.dim() == x.dim() else _channelwise(v, x) for v in (mean, inverse))
     scale = inverse if weight is None else inverse * _channelwise(weight, x)
@@ -110,10 +120,13 @@ def native_batch_norm_backward(
             assert centred is not None and projected is not None and total is not None
             count = x.numel() // x.shape[1]
             of_x = of_x - centred * (scale * inverse * projected / count) - scale * total / count
+    of_weight = projected.flatten() if output_mask[1] and projected is not None else None
+    of_bias = total.flatten() if output_mask[2] and total is not None else None
+    kind = x.dtype if weight is None else weight.dtype
     return (
-        of_x,
-        projected.flatten() if output_mask[1] and projected is not None else None,
-        total.flatten() if output_mask[2] and total is not None else None,
+        None if of_x is None else of_x.to(dtype),
+        None if of_weight is None else of_weight.to(kind),
+        None if of_bias is None else of_bias.to(kind),
     )
 
 
@@ -124,7 +137,7 @@ def native_layer_norm(
     """In parts where ONNX's own operator would give statistics of another type: it keeps them in float32."""
     if x.dtype == torch.float32:
         return NotImplemented  # torch then keeps the operator
-    exact = x if x.dtype == torch.float64 else x.float()
+    exact = _exact(x)
     axes = list(range(x.dim() - len(shape), x.dim()))
     mean = exact.mean(axes, keepdim=True)
     centred = exact - mean
