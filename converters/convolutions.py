@@ -62,7 +62,7 @@ def input_gradient(t: Tape, g: ir.Value, w: ir.Value, shape: Dims, how: Geometry
     common: dict[str, Any] = {"group": how.group, "strides": list(how.strides), "dilations": list(how.dilations)}
     spatial, out = shape[2:], dims(g)[2:]
     if is_static(spatial):
-        rest = [_unread(int(n), int(m), how, i) for i, (n, m) in enumerate(zip(spatial, out, strict=True))]
+        rest = [unread(int(n), int(m), how, i) for i, (n, m) in enumerate(zip(spatial, out, strict=True))]
         if all(r < max(st, d) for r, st, d in zip(rest, how.strides, how.dilations, strict=True)):
             extra: dict[str, Any] = {"output_padding": rest} if any(rest) else {}
             pads = [*how.begin, *how.end]
@@ -97,8 +97,9 @@ def _turned(t: Tape, w: ir.Value, how: Geometry) -> ir.Value:
     return t.op("Slice", w, back, end, t.ints(*axes), back, shape=dims(w))
 
 
-def _unread(length: int, windows: int, how: Geometry, axis: int) -> int:
-    """Return the number of entries at the end of the padded input that no window reads."""
+def unread(length: int, windows: int, how: Geometry, axis: int) -> int:
+    """Return the number of entries at the end of the padded input that no window reads; negative for windows that
+    reach beyond its end."""
     covered = (windows - 1) * how.strides[axis] + how.extent[axis]
     return length + how.begin[axis] + how.end[axis] - covered
 
@@ -183,9 +184,7 @@ def _swapped_output(spatial: Dims, out: Dims, how: Geometry) -> Dims:
     """Return the spatial shape of the swapped convolution: the kernel's, or longer if windows leave entries unread."""
     if not is_static(spatial) or not is_static(out):
         return tuple(f"at least {k}" for k in how.kernel)
-    return tuple(
-        k + _unread(int(spatial[i]), int(out[i]), how, i) // how.dilations[i] for i, k in enumerate(how.kernel)
-    )
+    return tuple(k + unread(int(spatial[i]), int(out[i]), how, i) // how.dilations[i] for i, k in enumerate(how.kernel))
 
 
 def _pointwise_weight_gradient(t: Tape, x: ir.Value, g: ir.Value, shape: tuple[int, ...], how: Geometry) -> ir.Value:

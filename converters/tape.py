@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -225,6 +225,19 @@ class Tape(Emitter):
         assert made is not None
         return self.mul(made, float(total))
 
+    def over_count(self, x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+        """Append the quotient of a value and a product of sizes."""
+        return self._by_count(self.div, x, shape)
+
+    def _by_count(self, op: Callable[[ir.Value, ir.Value], ir.Value], x: ir.Value, shape: Sequence[Dim]) -> ir.Value:
+        """Append `op` of a value and a product of sizes, in float32 where x's dtype may not hold that exactly."""
+        assert x.dtype is not None
+        known = size(tuple(shape))
+        if x.dtype.bitwidth == 16 and (known is None or not _is_held(known, x.dtype)):
+            wide = self.cast(x, ir.DataType.FLOAT)
+            return self.cast(op(wide, self.count(shape, wide)), x.dtype)
+        return op(x, self.count(shape, x))
+
     def reshape(self, x: ir.Value, shape: Dims) -> ir.Value:
         """Append a Reshape to sizes and symbols; with at most one new symbol it needs no shape computed in the run."""
         old = dims(x)
@@ -289,7 +302,7 @@ class Tape(Emitter):
         # Along axes on which g has size 1, the sum is a multiplication by the length.
         repeats = [wide[axis] for axis in axes if have[axis] == 1 and wide[axis] != 1]
         if repeats:
-            g = self.mul(g, self.count(repeats, g))
+            g = self._by_count(self.mul, g, repeats)
         rest = [axis - missing for axis in axes if have[axis] != 1]
         g = self.sum(g, rest)
         target = tuple(have[i] if i not in axes else 1 for i in range(lead, len(wide)))
@@ -305,6 +318,15 @@ class Tape(Emitter):
         flat = self.op("Reshape", axes, self.ints(-1), shape=dims(axes)[1:])
         summed = self.op("ReduceSum", g, flat, shape=(1,) * lead + narrow, keepdims=1, noop_with_empty_axes=1)
         return self.op("Reshape", summed, self.shape_vector(narrow), shape=narrow) if lead else summed
+
+
+_MOST_OF_HALF = 1 << 14
+"""Largest number with a reciprocal that float16 holds to its full precision."""
+
+
+def _is_held(count: int, dtype: ir.DataType) -> bool:
+    """Return whether a type of 16 bits holds a number exactly, and its reciprocal to its full precision."""
+    return count <= _MOST_OF_HALF and float(np.asarray(count).astype(dtype.numpy())) == count
 
 
 def number(value: ir.Value) -> float | None:

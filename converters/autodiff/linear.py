@@ -15,7 +15,16 @@ def into_gemm(t: Tape, graph: ir.Graph) -> None:
         if node.op_type != "MatMul" or node.domain:
             continue
         x, w = node.inputs
-        if x is None or w is None or x.shape is None or w.shape is None or len(dims(w)) != 2 or len(dims(x)) < 2:
+        if (
+            x is None
+            or w is None
+            or x.dtype is None
+            or not x.dtype.is_floating_point()
+            or x.shape is None
+            or w.shape is None
+            or len(dims(w)) != 2
+            or len(dims(x)) < 2
+        ):
             continue
         lead, outside = dims(x)[:-1], dims(w)[1]
         if len([d for d in lead if isinstance(d, str)]) > 1:

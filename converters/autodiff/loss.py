@@ -70,7 +70,7 @@ def _logits(scores: ir.Value, axis: int) -> ir.Value:
         return scores
     along = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
     made = node.inputs[0]
-    if along % len(shape) != axis or len(dims(made)) != len(shape):
+    if along % len(shape) != axis or dims(made) != shape:
         return scores
     if flat:
         before = made.producer()
@@ -139,14 +139,14 @@ class _Picked:
         Class numbers, with an axis of size 1 for the classes; 0 for ignored targets.
     weight : Value or None
         Weight of each target; None if all are 1.
-    total : Value
-        Divisor of the sum: for 'mean' the sum of weights, else 1.
+    total : Value or Dims
+        Divisor of the sum: for 'mean' the sum of weights, or sizes whose product it is; else none.
     loss : Value
     """
 
     rows: ir.Value
     weight: ir.Value | None
-    total: ir.Value
+    total: ir.Value | Dims
     loss: ir.Value
 
 
@@ -167,21 +167,22 @@ def _pick(s: RuleInput, log_probability: ir.Value) -> _Picked:
         weight = t.op("Gather", s.x(2), labels, shape=shape)
         weight = weight if counted is None else t.mul(weight, counted)
     weighted = picked if weight is None else t.mul(weight, picked)
-    one = t.scalar(1, picked)
     if reduction == "none":
-        return _Picked(rows, weight, one, t.neg(weighted))
-    total = one
-    if reduction == "mean":
-        total = t.count(shape, picked) if weight is None else t.op("ReduceSum", weight, shape=(), keepdims=0)
-        if weight is None:
-            return _Picked(rows, weight, total, t.neg(t.op("ReduceMean", picked, shape=(), keepdims=0)))
-    return _Picked(rows, weight, total, t.neg(t.div(t.op("ReduceSum", weighted, shape=(), keepdims=0), total)))
+        return _Picked(rows, weight, (), t.neg(weighted))
+    if reduction == "mean" and weight is None:
+        return _Picked(rows, weight, shape, t.neg(t.op("ReduceMean", picked, shape=(), keepdims=0)))
+    summed = t.op("ReduceSum", weighted, shape=(), keepdims=0)
+    if reduction == "sum":
+        return _Picked(rows, weight, (), t.neg(summed))
+    total = t.op("ReduceSum", weight, shape=(), keepdims=0)
+    return _Picked(rows, weight, total, t.neg(t.div(summed, total)))
 
 
 def _rate(s: RuleInput, parts: _Picked) -> ir.Value:
     """Return the adjoint of minus each target's log-probability, with the axis of classes; it may be a scalar."""
     t = s.t
-    rate = t.div(s.full if dims(s.g) else s.g, parts.total)
+    rate, total = s.full if dims(s.g) else s.g, parts.total
+    rate = t.div(rate, total) if isinstance(total, ir.Value) else t.over_count(rate, total)
     if parts.weight is not None:
         rate = t.mul(rate, parts.weight)
     return t.unsqueeze(rate, [1]) if dims(rate) else rate

@@ -18,7 +18,8 @@ from onnx_remat.errors import ConversionError, ModelError, did_you_mean
 from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.model_io import without_weights
-from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ir.opsets import canonical, opset_of
+from onnx_remat.messages import first_line
 from onnx_remat.ort import runtime
 
 from ..constants import fold, static
@@ -62,13 +63,15 @@ def load(source: Source) -> ir.Model:
             if standard < _STATES_COORDINATES:
                 _state_coordinates(proto)
         model = ir.from_proto(_expanded(proto))
+        for domain in [each for each in model.opset_imports if each and not canonical(each)]:
+            model.opset_imports.setdefault("", model.opset_imports.pop(domain))
     except ConversionError:
         raise
     except OSError as error:
         raise ModelError(f"cannot read {source}: {error.strerror}") from error
     except Exception as error:
         raise ConversionError(
-            f"the forward model cannot be read or converted to opset {UPGRADED}: {_first_line(error)}"
+            f"the forward model cannot be read or converted to opset {UPGRADED}: {first_line(error)}"
         ) from error
     model.ir_version = max(model.ir_version, 9)  # IR versions before 4 require that weights are inputs
     passes.RemoveInitializersFromInputsPass()(model)
@@ -166,11 +169,7 @@ def _check(proto: onnx.ModelProto) -> None:
             value.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, []))
         onnx.checker.check_model(light)
     except (ModelError, onnx.checker.ValidationError, UnicodeDecodeError) as error:
-        raise ConversionError(f"the forward model is invalid: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConversionError(f"the forward model is invalid: {first_line(error)}") from error
 
 
 def _expanded(proto: onnx.ModelProto) -> onnx.ModelProto:

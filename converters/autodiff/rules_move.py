@@ -183,7 +183,7 @@ def pad(s: RuleInput) -> Grads:
 
     def gradient() -> ir.Value:
         if s.attribute("mode", "constant") != "constant":
-            return by_indices(s)
+            return by_indices(s, ignored=2)
         known = static(s.x(1))
         cut = t.unary("Neg", s.x(1)) if known is None else t.constant(-known)
         axes = [None, s.x(3)] if s.has(3) else []
@@ -223,8 +223,11 @@ def trilu(s: RuleInput) -> Grads:
     return {0: lambda: s.t.op("Trilu", s.full, k, shape=s.shape(), upper=s.attribute("upper"))}
 
 
-def by_indices(s: RuleInput) -> ir.Value:
-    """Return the adjoint of an op that only moves entries: apply the op to entry numbers, and scatter by them."""
+def by_indices(s: RuleInput, ignored: int | None = None) -> ir.Value:
+    """Return the adjoint of an op that only moves entries: apply the op to entry numbers, and scatter by them.
+
+    The input of slot `ignored` has no influence, and may be of a type that entry numbers cannot have.
+    """
     t, shape = s.t, s.shape()
     entries, rows = t.product(shape), t.product(dims(s.y))
     if isinstance(entries, int) and entries <= _MANY:
@@ -234,7 +237,8 @@ def by_indices(s: RuleInput) -> ir.Value:
         first, step = t.constant(np.int64(0)), t.constant(np.int64(1))
         numbers = t.reshape(t.op("Range", first, length, step, shape=(entries,)), shape)
     attributes = {name: a.value for name, a in s.node.attributes.items()}
-    sent = t.op(s.node.op_type, numbers, *s.node.inputs[1:], shape=dims(s.y), **attributes)
+    rest = [None if slot == ignored else value for slot, value in enumerate(s.node.inputs) if slot]
+    sent = t.op(s.node.op_type, numbers, *rest, shape=dims(s.y), **attributes)
     made = t.op(
         "ScatterElements", t.zeros((entries,), s.dtype()), t.reshape(sent, (rows,)), t.reshape(s.full, (rows,)),
         shape=(entries,), axis=0, reduction="add",

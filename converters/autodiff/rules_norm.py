@@ -48,8 +48,7 @@ def batch_normalization(s: RuleInput) -> Grads:
         rate = t.mul(scale, inverse())
         if not training:
             return t.mul(s.g, along(rate))
-        count = t.count([dims(x)[i] for i in others], scale)
-        share = t.neg(t.div(rate, count))
+        share = t.neg(t.over_count(rate, [dims(x)[i] for i in others]))
         # rate (g - mean(g) - normal mean(g normal)); one kernel computes the last two terms.
         pull = t.op(
             "BatchNormalization", x, t.mul(share, to_scale()), t.mul(share, to_bias()), mean, variance,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx_ir as ir
 
 from onnx_remat.messages import Message, Setting
 
 from ..constants import static
-from ..convolutions import Geometry, input_gradient
-from ..dims import dims
+from ..convolutions import Geometry, input_gradient, unread
+from ..dims import dims, is_static
 from ..resizing import axis_matrix
 from .registry import Grads, RuleInput, rule
 from .rules_conv import geometry
@@ -81,6 +83,9 @@ def spread(s: RuleInput, g: ir.Value, how: Geometry) -> ir.Value:
         between = t.unsqueeze(g, [3 + 2 * i for i in range(how.rank)])
         wide = [part for m, k in zip(out[2:], how.kernel, strict=True) for part in (m, k)]
         return t.reshape(t.expand(between, (*out[:2], *wide)), shape)
+    if is_static((*shape[2:], *out[2:])):  # with ceil_mode, the last windows may reach beyond the padding
+        ends = [max(e, e - unread(int(shape[2 + i]), int(out[2 + i]), how, i)) for i, e in enumerate(how.end)]
+        how = replace(how, end=tuple(ends))
     # Each channel is treated as an image.
     count = t.product(shape[:2])
     ones = t.constant(np.ones((1, 1, *how.kernel), s.dtype().numpy()))
@@ -90,7 +95,7 @@ def spread(s: RuleInput, g: ir.Value, how: Geometry) -> ir.Value:
 
 @rule("GlobalAveragePool")
 def global_average_pool(s: RuleInput) -> Grads:
-    return {0: lambda: s.t.div(s.g, s.t.count(s.shape()[2:], s.g))}
+    return {0: lambda: s.t.over_count(s.g, s.shape()[2:])}
 
 
 @rule("GlobalMaxPool")
@@ -135,6 +140,10 @@ def lrn(s: RuleInput) -> Grads:
 def resize(s: RuleInput) -> Grads:
     """Return the adjoint of Resize, which is linear and separable: products with each axis's transposed matrix."""
     t = s.t
+    if s.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
+        s.refuse("tf_crop_and_resize is not supported")
+    if s.attribute("keep_aspect_ratio_policy", "stretch") != "stretch":
+        s.refuse("a keep_aspect_ratio_policy other than stretch is not supported")
 
     def gradient() -> ir.Value:
         g = s.full
@@ -179,8 +188,6 @@ def _repeats(matrix: np.ndarray) -> bool:
 
 def _axis_matrix(s: RuleInput, axis: int, old: int, new: int) -> np.ndarray:
     """Return the matrix [new, old] of Resize along one axis: the same op on the unit vectors."""
-    if s.attribute("coordinate_transformation_mode") == "tf_crop_and_resize":
-        s.refuse("tf_crop_and_resize is not supported")
     scales = s.known(2, "scales") if s.has(2) else np.zeros(0, np.float32)
     axes = s.attribute("axes")
     if axes is not None and scales.size:

@@ -33,7 +33,7 @@ def reduce_sum(s: RuleInput) -> Grads:
 def reduce_mean(s: RuleInput) -> Grads:
     def gradient() -> ir.Value:
         axes = _axes(s)
-        return _spread(s, s.t.div(s.g, s.t.count([s.shape()[a] for a in axes], s.g)), axes)
+        return _spread(s, s.t.over_count(s.g, [s.shape()[a] for a in axes]), axes)
 
     return {0: gradient}
 

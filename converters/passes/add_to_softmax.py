@@ -115,8 +115,9 @@ def _scattered(value: ir.Value | None) -> _Scattered | None:
         for inner, factor in _factors(value):
             found = _scattered(inner)
             if found is not None and found.factor is None and dims(inner) == dims(value):
+                one = (*dims(value)[: found.axis], 1, *dims(value)[found.axis + 1 :])
                 entries = dims(found.entries)
-                if _broadcasts(dims(factor), entries):
+                if set(dims(factor)) <= {1} or (entries == one and _broadcasts(dims(factor), one)):
                     return _Scattered(found.axis, found.places, found.entries, factor)
         return None
     if node.op_type in ("Reshape", "Squeeze", "Unsqueeze"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from ..dims import dims
 from ..values import constant
 from .sums import addends
 
@@ -15,17 +16,18 @@ def concat_padded_sums(node: ir.Node) -> None:
     The gradient of a split is such a sum. It writes and reads one tensor of full size for each part.
     """
     result = node.outputs[0]
-    if node.domain or node.op_type != "Add":
+    if node.domain or node.op_type != "Add" or result.shape is None:
         return
     leaves = addends(node)
+    if any(leaf is None or leaf.shape is None or dims(leaf) != dims(result) for leaf in leaves):
+        return
     found = [_padded(leaf) for leaf in leaves]
     parts = sorted((part for part in found if part is not None), key=lambda part: part[1])
     if len(parts) < len(leaves) or len({axis for axis, _, _, _ in parts}) > 1:
         return
     ends = [0, *(end for _, _, end, _ in parts)]
     axis = parts[0][0]
-    whole = result.shape[axis] if result.shape is not None else None
-    if ends[-1] != whole or any(begin != end for (_, begin, _, _), end in zip(parts, ends, strict=False)):
+    if ends[-1] != result.shape[axis] or any(begin != end for (_, begin, _, _), end in zip(parts, ends, strict=False)):
         return
     node.op_type = "Concat"
     node.attributes["axis"] = ir.AttrInt64("axis", axis)

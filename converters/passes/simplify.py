@@ -271,6 +271,8 @@ def _absorb_expand(node: ir.Node) -> None:
     result = sizes(node.outputs[0])
     for index, value in enumerate(node.inputs):
         before = value.producer() if value is not None else None
+        if node.op_type == "PRelu" and index == 0:  # no slope may be wider
+            continue
         if before is None or before.domain or before.op_type not in ("Expand", "ConstantOfShape") or result is None:
             continue
         small = before.inputs[0] if before.op_type == "Expand" else None

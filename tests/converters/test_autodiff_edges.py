@@ -227,3 +227,145 @@ def test_operands_of_old_opsets_meet_at_their_axis(op, axis):
     made = outputs_of(step, {"x": x, "t": t}, {"w": weight})
     np.testing.assert_allclose(made["loss"], loss.item(), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(made["grad.w"], inner.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "kernel"), [(6, 3), (7, 2)])
+@pytest.mark.parametrize("padded", [0, 1])
+def test_averages_of_windows_that_reach_beyond_the_image(length, kernel, padded):
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]),
+        node("AveragePool", ["h"], ["p"], kernel_shape=[kernel] * 2, strides=[2, 2], ceil_mode=1,
+             count_include_pad=padded),
+        node("Mul", ["p", "p"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    shape = (1, 2, length, length)
+    x, w = RNG.standard_normal(shape, np.float32), RNG.standard_normal(shape, np.float32)
+    found = outputs_of(step_of(forward(nodes, {"x": shape}, {"w": w})), {"x": x}, {"w": w})
+    theirs = torch.tensor(w, requires_grad=True)
+    pooled = torch.nn.functional.avg_pool2d(
+        torch.tensor(x) * theirs, kernel, 2, ceil_mode=True, count_include_pad=bool(padded)
+    )
+    pooled.square().sum().backward()
+    np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_softmax_over_other_classes_is_not_taken_for_that_of_the_loss():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Reshape", ["h", "wide"], ["r"]),
+        node("Softmax", ["r"], ["s"], axis=-1), node("Reshape", ["s", "rows"], ["y"]),
+    ]  # fmt: skip
+    weights = {"w": W, "wide": np.array([2, 12]), "rows": np.array([6, 4])}
+    with pytest.raises(ConversionError, match="is made of a Softmax over axis -1"):
+        add_backward(forward(nodes, {"x": [6, 3]}, weights), "cross_entropy", wrt=["w"])
+
+
+def test_factors_by_class_of_an_image_with_as_many_classes_as_rows():
+    nodes = [
+        node("Mul", ["x", "w"], ["z"]), node("LogSoftmax", ["z"], ["p"], axis=1), node("Mul", ["p", "v"], ["m"]),
+        node("Squeeze", ["m", "last"], ["s"]), node("NegativeLogLikelihoodLoss", ["s", "labels"], ["y"]),
+    ]  # fmt: skip
+    x, w = RNG.standard_normal((3, 3, 1), np.float32), RNG.standard_normal((3, 3, 1), np.float32)
+    v, labels = np.array([[1], [20], [300]], np.float32), np.array([2, 0, 1])
+    given = forward(nodes, {"x": [3, 3, 1]}, {"w": w, "v": v, "last": np.array([2])})
+    given.graph.input.append(helper.make_tensor_value_info("labels", TensorProto.INT64, [3]))
+    found = outputs_of(step_of(given), {"x": x, "labels": labels}, {"w": w})
+    theirs = torch.tensor(w, requires_grad=True)
+    scores = torch.log_softmax(torch.tensor(x) * theirs, 1) * torch.tensor(v)
+    torch.nn.functional.nll_loss(scores[..., 0], torch.tensor(labels)).backward()
+    np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("narrow", [(1, 2), (2,)])
+def test_padded_terms_that_broadcast_are_no_parts(narrow):
+    rank = len(narrow)
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Pad", ["h", "right"], ["a"]), node("Pad", ["v", "left"], ["b"]),
+        node("Add", ["a", "b"], ["c"]), node("Mul", ["c", "c"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    right, left = np.array([0, 0, 0, 2]), np.array([0] * (rank - 1) + [2] + [0] * rank)
+    w, x = RNG.standard_normal((2, 2), np.float32), RNG.standard_normal((2, 2), np.float32)
+    v = RNG.standard_normal(narrow, np.float32)
+    step = add_backward(
+        forward(nodes, {"x": [2, 2]}, {"w": w, "v": v, "right": right, "left": left}), "y", wrt=["w", "v"]
+    )
+    found = outputs_of(step, {"x": x}, {"w": w, "v": v})
+    wanted = np.pad(x * w, [(0, 0), (0, 2)]) + np.pad(v, [(0, 0)] * (rank - 1) + [(2, 0)])
+    np.testing.assert_allclose(found["loss"], np.square(wanted).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge"])
+def test_a_padding_that_repeats_entries_ignores_its_constant(mode):
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Pad", ["h", "pads", "fill"], ["p"], mode=mode),
+        node("Mul", ["p", "p"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w = RNG.standard_normal((2, 4), np.float32)
+    weights = {"w": w, "pads": np.array([0, 2, 0, 1]), "fill": np.float32(0)}
+    found = outputs_of(step_of(forward(nodes, {"x": [2, 4]}, weights)), {"x": w}, {"w": w})
+    theirs = torch.tensor(w, requires_grad=True)
+    padded = np.pad(np.arange(8).reshape(2, 4), [(0, 0), (2, 1)], mode=mode)
+    (torch.tensor(w) * theirs).flatten()[torch.tensor(padded)].square().sum().backward()
+    np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_products_of_integers_stay_as_they_are():
+    nodes = [
+        node("MatMul", ["ids", "c"], ["p"]), node("Add", ["p", "o"], ["i"]), node("Squeeze", ["i", "last"], ["j"]),
+        node("Gather", ["w", "j"], ["e"]), node("Mul", ["e", "e"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    weights = {"w": RNG.standard_normal((5, 2), np.float32), "c": np.array([[1], [2]]), "o": np.array([1])}
+    given = forward(nodes, {}, weights | {"last": np.array([1])})
+    given.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2]))
+    found = outputs_of(step_of(given), {"ids": np.array([[0, 1], [1, 0], [0, 0]])}, {"w": weights["w"]})
+    np.testing.assert_allclose(found["grad.w"], 2 * weights["w"] * [[0], [1], [1], [1], [0]], rtol=1e-6)
+
+
+def test_the_standard_domain_by_its_long_name():
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("ReduceSum", ["h"], ["y"], keepdims=0)]
+    given = forward(nodes, {"x": [3, 3]}, {"w": W})
+    given.opset_import[0].domain = "ai.onnx"
+    np.testing.assert_allclose(outputs_of(step_of(given), {"x": X}, {"w": W})["loss"], (X @ W).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["crop", "ratio"])
+def test_resizes_that_have_no_rule_are_refused_although_sizes_stay(how):
+    options = {"coordinate_transformation_mode": "tf_crop_and_resize"}
+    if how == "ratio":
+        options = {"keep_aspect_ratio_policy": "not_larger"}
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Resize", ["h", "roi", "", "sizes"], ["r"], mode="linear", **options),
+        node("ReduceSum", ["r"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    roi = np.array([0, 0, 0.25, 0.25, 1, 1, 0.75, 0.75], np.float32)
+    weights = {"w": RNG.standard_normal((1, 1, 4, 4), np.float32), "roi": roi, "sizes": np.array([1, 1, 4, 4])}
+    with pytest.raises(ConversionError, match="not supported"):
+        step_of(forward(nodes, {"x": [1, 1, 4, 4]}, weights), check=False)
+
+
+def test_a_slope_is_not_wider_than_its_operand():
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Expand", ["h", "wide"], ["e"]), node("PRelu", ["e", "slope"], ["p"]),
+        node("Mul", ["p", "p"], ["q"]), node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    slope, x = RNG.standard_normal((2, 4), np.float32), RNG.standard_normal((1, 3), np.float32)
+    step = step_of(forward(nodes, {"x": [1, 3]}, {"w": W, "wide": np.array([2, 4]), "slope": slope}))
+    h = x @ W
+    wanted = np.square(np.where(h < 0, slope * h, h)).sum()
+    np.testing.assert_allclose(outputs_of(step, {"x": x}, {"w": W})["loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [70000, "N"])
+def test_means_in_half_precision_over_more_entries_than_it_counts(rows):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node("Mul", ["h", "h"], ["q"]), node("ReduceMean", ["q", "first"], ["m"]),
+        node("ReduceSum", ["m"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w = RNG.standard_normal((3, 2), np.float32).astype(np.float16)
+    x = RNG.standard_normal((70000, 3), np.float32).astype(np.float16)
+    given = forward(nodes, {"x": [rows, 3]}, {"w": w, "first": np.array([0])})
+    for value in (*given.graph.input, *given.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    found = outputs_of(step_of(given, check=False), {"x": x}, {"w": w})["grad.w"]
+    wide = x.astype(np.float64)
+    wanted = 2 * wide.T @ (wide @ w.astype(np.float64)) / len(wide)
+    np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2e-2, atol=2e-2)
