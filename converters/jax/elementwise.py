@@ -51,13 +51,38 @@ def binary(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
         return x
     if name in ("add", "add_any", "mul") and y.shape == shape and _equals(x, _NEUTRAL[name]):
         return y
+    if name == "div" and x.dtype.kind in "iu":
+        return _whole_quotient(low, x, y)
     if name == "max" and x.dtype.kind == "f" and (_equals(y, 0) or _equals(x, 0)):
         return low.elementwise("Relu", x if _equals(y, 0) else y, **_out(eqn))
     return low.elementwise(_BINARY[name], x, y, **_out(eqn))
 
 
+def _whole_quotient(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
+    """Divide integers as XLA does: by zero to all bits set, by -1 without overflow, where C++ ends the process."""
+    if y.constant is not None and not np.isin(y.constant, (0, -1)).any():
+        return low.elementwise("Div", x, y)
+    zero, safe = _safe_divisor(low, y)
+    made = low.elementwise("Div", x, safe)
+    if x.dtype.kind == "i":
+        minus = low.elementwise("Equal", y, low.scalar(-1, y), dtype=np.bool_)
+        made = low.elementwise("Where", minus, low.elementwise("Sub", low.scalar(0, x), x), made, dtype=x.dtype)
+    ones = low.array(np.array(-1 if x.dtype.kind == "i" else np.iinfo(x.dtype).max, x.dtype))
+    return low.elementwise("Where", zero, ones, made, dtype=x.dtype)
+
+
+def _safe_divisor(low: Lowering, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where divisors are zero, and the divisors with 1 in the place of 0 and -1."""
+    zero = bad = low.elementwise("Equal", y, low.scalar(0, y), dtype=np.bool_)
+    if y.dtype.kind == "i":
+        bad = low.elementwise("Or", bad, low.elementwise("Equal", y, low.scalar(-1, y), dtype=np.bool_))
+    return zero, low.elementwise("Where", bad, low.scalar(1, y), y, dtype=y.dtype)
+
+
 @lowering(*_COMPARE)
 def compare(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype == np.bool_ and eqn.primitive.name != "eq":
+        x, y = (Tensor(low.cast(v.value, np.uint8), v.axes, v.shape, np.dtype(np.uint8)) for v in (x, y))
     return low.elementwise(_COMPARE[eqn.primitive.name], x, y, **_out(eqn))
 
 
@@ -77,15 +102,35 @@ def logic(low: Lowering, eqn: core.JaxprEqn, *xs: Tensor) -> Tensor:
 @lowering("shift_left", "shift_right_logical")
 def shift(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     bits = 8 * x.dtype.itemsize
-    if y.constant is not None and (y.constant >= bits).all():  # undefined in C++, zero in XLA
+    if y.constant is not None and _too_far(y.constant, bits).all():
         return low.array(np.zeros(x.shape, x.dtype))
     direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
-    return low.elementwise("BitShift", x, y, direction=direction, **_out(eqn))
+    made = low.elementwise("BitShift", x, y, direction=direction, **_out(eqn))
+    if y.constant is not None and not _too_far(y.constant, bits).any():
+        return made
+    return low.elementwise("Where", _is_too_far(low, y, bits), low.scalar(0, x), made, dtype=x.dtype)
+
+
+def _too_far(amounts: np.ndarray, bits: int) -> np.ndarray:
+    """Return where a shift leaves no bit: undefined in C++, all bits those shifted in by XLA."""
+    made: np.ndarray = (amounts < 0) | (amounts >= bits)
+    return made
+
+
+def _is_too_far(low: Lowering, y: Tensor, bits: int) -> Tensor:
+    """Return `_too_far` of amounts that the run computes."""
+    far = low.elementwise("GreaterOrEqual", y, low.scalar(bits, y), dtype=np.bool_)
+    if y.dtype.kind == "u":
+        return far
+    return low.elementwise("Or", far, low.elementwise("Less", y, low.scalar(0, y), dtype=np.bool_))
 
 
 @lowering("shift_right_arithmetic")
 def shift_right_arithmetic(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     """Lower it to a logical shift; where x is negative, to the shift of the complement."""
+    bits = 8 * x.dtype.itemsize
+    if y.constant is None or _too_far(y.constant, bits).any():
+        y = low.elementwise("Where", _is_too_far(low, y, bits), low.scalar(bits - 1, y), y, dtype=y.dtype)
 
     def complement(z: Tensor) -> Tensor:
         return low.elementwise("BitwiseNot", z)
@@ -119,8 +164,24 @@ def clamp(low: Lowering, eqn: core.JaxprEqn, lower: Tensor, x: Tensor, upper: Te
 
 @lowering("convert_element_type")
 def convert_element_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
+    """Cast; of floats to integers the ends of their range beyond it, and zero of NaN, as XLA does."""
     dtype = kernels.dtype_of_aval(eqn.outvars[0].aval)
-    return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
+    if dtype.kind not in "iu" or x.dtype.kind in "iub":
+        return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
+    exact: type[np.floating[Any]] = np.float64 if x.dtype == np.float64 else np.float32
+    x = Tensor(low.cast(x.value, exact), x.axes, x.shape, np.dtype(exact))
+    ends = np.iinfo(dtype)
+    top = float(exact(ends.max))
+    if int(top) > ends.max:
+        top = float(np.nextafter(exact(top), exact(0)))
+    number = low.elementwise("Equal", x, x, dtype=np.bool_)
+    inside = low.elementwise("Where", number, x, low.scalar(0, x), dtype=exact)
+    inside = low.elementwise("Min", low.elementwise("Max", inside, low.scalar(ends.min, x)), low.scalar(top, x))
+    made = Tensor(low.cast(inside.value, dtype), inside.axes, inside.shape, dtype)
+    if int(top) == ends.max:
+        return made
+    above = low.elementwise("Greater", x, low.scalar(top, x), dtype=np.bool_)
+    return low.elementwise("Where", above, low.array(np.array(ends.max, dtype)), made, dtype=dtype)
 
 
 @lowering("reduce_precision")
@@ -252,8 +313,13 @@ def atan2(low: Lowering, eqn: core.JaxprEqn, y: Tensor, x: Tensor) -> Tensor:
 
     zero = low.scalar(0, y)
     below, above = (low.elementwise(op, y, zero, dtype=np.bool_) for op in ("Less", "Greater"))
-    at_axis = where(below, low.scalar(-np.pi / 2, y), where(above, low.scalar(np.pi / 2, y), zero))
-    angle = low.elementwise("Atan", low.elementwise("Div", y, x))
+    at_axis = where(below, low.scalar(-np.pi / 2, y), where(above, low.scalar(np.pi / 2, y), y))
+    signs = low.elementwise("Mul", low.elementwise("Sign", y), low.elementwise("Sign", x))
+    far_y, far_x = (
+        low.elementwise("Equal", low.elementwise("Abs", v), low.scalar(np.inf, v), dtype=np.bool_) for v in (y, x)
+    )
+    slope = where(low.elementwise("And", far_y, far_x), signs, low.elementwise("Div", y, x))
+    angle = low.elementwise("Atan", slope)
     half_turn = where(below, low.scalar(-np.pi, y), low.scalar(np.pi, y))
     left, at_zero = (low.elementwise(op, x, low.scalar(0, x), dtype=np.bool_) for op in ("Less", "Equal"))
     angle = where(left, low.elementwise("Add", angle, half_turn), angle)
@@ -262,14 +328,27 @@ def atan2(low: Lowering, eqn: core.JaxprEqn, y: Tensor, x: Tensor) -> Tensor:
 
 @lowering("rem")
 def rem(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
-    return low.elementwise("Mod", x, y, fmod=1, **_out(eqn))
+    """Of integers by zero the dividend, as XLA does; of 64 bits by the quotient, as fmod=1 computes in float64."""
+    if x.dtype.kind == "f" or x.dtype == kernels.BFLOAT16:
+        return low.elementwise("Mod", x, y, fmod=1, **_out(eqn))
+    zero, safe = (None, y)
+    if y.constant is None or np.isin(y.constant, (0, -1)).any():
+        zero, safe = _safe_divisor(low, y)
+    if x.dtype.itemsize < 8:
+        made = low.elementwise("Mod", x, safe, fmod=1, **_out(eqn))
+    else:
+        made = low.elementwise("Sub", x, low.elementwise("Mul", low.elementwise("Div", x, safe), safe), **_out(eqn))
+    return made if zero is None else low.elementwise("Where", zero, x, made, dtype=x.dtype)
 
 
 @lowering("round")
 def rounded(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     if int(eqn.params["rounding_method"]) == 1:  # to nearest even
         return low.elementwise("Round", x)
-    up = low.elementwise("Floor", low.elementwise("Add", low.elementwise("Abs", x), low.scalar(0.5, x)))
+    size = low.elementwise("Abs", x)
+    down = low.elementwise("Floor", size)
+    half = low.elementwise("Less", low.elementwise("Sub", size, down), low.scalar(0.5, x), dtype=np.bool_)
+    up = low.elementwise("Where", half, down, low.elementwise("Add", down, low.scalar(1, x)), dtype=x.dtype)
     return low.elementwise("Mul", low.elementwise("Sign", x), up)
 
 

@@ -258,6 +258,8 @@ def _inside(
 def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Lower to ScatterElements or ScatterND; see `gather` for indices beyond the array."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    if eqn.primitive.name == "scatter" and params["update_jaxpr"] is not None:
+        raise ConversionError("a function applied at indices (x.at[...].apply) has no lowering to ONNX: gather and set")
     if any(n == 0 for n in updates.shape):
         return x
     reduction = _REDUCTIONS[eqn.primitive.name]

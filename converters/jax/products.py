@@ -41,7 +41,7 @@ def dot_general(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tens
     x_sum, y_sum = tuple(a for a, _ in summed), tuple(b for _, b in summed)
     if shared or x.dtype.name not in _GEMM:
         value = _matmul(low, x, y, (x_batch, y_batch), free, (x_sum, y_sum), shape)
-    elif x.axes == (*free[0], *x_sum) and y.axes == (*y_sum, *free[1]) and len(y.axes) == 2 and len(x.axes) > 1:
+    elif x.axes == (*free[0], *x_sum) and y.axes == (*y_sum, *free[1]) and len(x_sum) == len(free[1]) == 1 and free[0]:
         value = low.op("MatMul", x.value, y.value, shape=shape)
     else:
         value = _gemm(low, x, y, free, (x_sum, y_sum), shape)

@@ -26,6 +26,8 @@ _REDUCE = {
 def reduce(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     name, axes = eqn.primitive.name, tuple(int(a) for a in eqn.params["axes"])
     op_type = _REDUCE[name]
+    if x.dtype != np.bool_ and name in ("reduce_and", "reduce_or"):
+        raise ConversionError(f"{name} of integers has no lowering to ONNX: reduce bits apart")
     if x.dtype == np.bool_ and name in ("reduce_sum", "reduce_prod"):
         op_type = "ReduceMax" if name == "reduce_sum" else "ReduceMin"
     if op_type == "ReduceProd" or any(x.shape[axis] == 0 for axis in axes):
@@ -40,7 +42,8 @@ def reduce(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     made = Tensor(value, tuple(left.index(x.axes[j]) for j in kept), tuple(shape), x.dtype)
     repeats = prod(x.shape[a] for a in axes) // max(prod(x.physical[j] for j in gone), 1)
     if op_type == "ReduceSum" and repeats > 1:
-        made = low.elementwise("Mul", made, low.scalar(repeats, x))
+        with np.errstate(over="ignore"):  # half precision overflows in XLA, too, and integers wrap
+            made = low.elementwise("Mul", made, low.array(np.asarray(repeats).astype(x.dtype)))
     return made
 
 
@@ -109,13 +112,14 @@ def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     if any(n > 1 for n in base) or any(n < 0 for pair in padding for n in pair):
         x = padded(low, x, fill, [(*pair, n - 1) for pair, n in zip(padding, base, strict=True)])
         padding = [(0, 0)] * len(padding)
+    turn = "Neg" if x.dtype.kind not in "iu" else "BitwiseNot"  # of integers, the least has no negative
     if name == "reduce_window_min":
-        x = low.elementwise("Neg", x)
+        x = low.elementwise(turn, x)
     window = _Window(low, x, fill, params["window_dimensions"], params["window_strides"], padding,
                      params["window_dilation"])  # fmt: skip
     if not name.endswith("sum"):
         made = window.tensor(window.max_pool()[0], eqn.outvars[0].aval)
-        return low.elementwise("Neg", made) if name == "reduce_window_min" else made
+        return low.elementwise(turn, made) if name == "reduce_window_min" else made
     made = window.tensor(window.pool("AveragePool", count_include_pad=1), eqn.outvars[0].aval)
     return low.elementwise("Mul", made, low.scalar(prod(params["window_dimensions"]), made))
 

@@ -99,8 +99,9 @@ def strided_slice(low: Lowering, eqn: core.JaxprEqn, x: Array) -> Array:
     starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(starts)
     if isinstance(x, Stack):
-        if tuple(limits[1:]) == x.shape[1:] and not any(starts[1:]) and all(s == 1 for s in strides[1:]):
-            return Stack(x.items[starts[0] : limits[0] : strides[0]])
+        kept = x.items[starts[0] : limits[0] : strides[0]]
+        if kept and tuple(limits[1:]) == x.shape[1:] and not any(starts[1:]) and all(s == 1 for s in strides[1:]):
+            return Stack(kept)
         x = low.tensor(x)
     return sliced(low, x, starts, limits, strides)
 
@@ -208,11 +209,19 @@ def padded(low: Lowering, x: Tensor, fill: Tensor, config: Sequence[tuple[int, i
     for axis, (_, _, between) in enumerate(config):
         if between and x.shape[axis] > 1:
             x = _spread(low, x, fill, axis, between)
+    config = [(*_of_length(n, a, b), 0) for n, (a, b, _) in zip(x.shape, config, strict=True)]
     x = sliced(
         low, x, [max(-a, 0) for a, _, _ in config],
         [n - max(-b, 0) for n, (_, b, _) in zip(x.shape, config, strict=True)], [1] * len(config),
     )  # fmt: skip
     return _surrounded(low, low.whole(x), fill, [(max(a, 0), max(b, 0)) for a, b, _ in config])
+
+
+def _of_length(n: int, before: int, after: int) -> tuple[int, int]:
+    """Return amounts of which none removes more than the `n` elements: the rest is of the padding at the other end."""
+    if before < -n:
+        return -n, after + before + n
+    return (before + after + n, -n) if after < -n else (before, after)
 
 
 def _surrounded(low: Lowering, x: Tensor, fill: Tensor, amounts: Sequence[tuple[int, int]]) -> Tensor:

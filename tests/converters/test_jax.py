@@ -224,6 +224,52 @@ def test_primitives_and_their_gradients_agree_with_jax(names: list[str]) -> None
     worst_error(loss_fn, params, buffers={f"value of {name}": np.float32(0) for name in names})
 
 
+NUMBERS = np.array([-np.inf, -3e9, -300.5, -1.5, -0.0, 0.5, 1.5, 300.7, 3e9, np.inf, np.nan, 2**31], np.float32)
+WHOLE = np.array([-(2**31), -7, -1, 0, 1, 6, 2**31 - 1], np.int32)
+BY = np.array([-1, 0, 2, 0, -2, 3, -1], np.int32)
+AMOUNTS = np.array([0, 1, 31, 32, 40, -1, 7], np.int32)
+HOLES = np.array([[3, np.nan, 1, np.nan, 2, np.inf], [np.nan, 5, -np.inf, 4, np.nan, -0.5]], np.float32)
+EDGES = {  # values that the first batch may lack: they are inputs of the run
+    "int8": (lambda v: v.astype(jnp.int8), NUMBERS), "uint8": (lambda v: v.astype(jnp.uint8), NUMBERS),
+    "int32": (lambda v: v.astype(jnp.int32) // 1000, NUMBERS), "uint32": (lambda v: v.astype(jnp.uint32), NUMBERS),
+    "half to int": (lambda v: v.astype(jnp.float16).astype(jnp.int32) // 1000, NUMBERS),
+    "divided": (lambda v: lax.div(v, BY + v * 0), WHOLE), "rest": (lambda v: lax.rem(v, BY + v * 0), WHOLE),
+    "rest by constants": (lambda v: lax.rem(v, BY), WHOLE),
+    "rest of bytes": (lambda v: lax.rem(v.astype(jnp.uint8), (v * 0).astype(jnp.uint8)), WHOLE),
+    "left": (lambda v: lax.shift_left(jnp.full(7, 5, jnp.int32), v) // 1000, AMOUNTS),
+    "logical": (lambda v: lax.shift_right_logical(jnp.full(7, -5, jnp.int32), v) // 1000, AMOUNTS),
+    "arithmetic": (lambda v: lax.shift_right_arithmetic(jnp.full(7, -50, jnp.int32), v), AMOUNTS),
+    "arithmetic by constants": (lambda v: lax.shift_right_arithmetic(v, AMOUNTS), WHOLE // 1000),
+    "nanmedian": (lambda v: jnp.nanmedian(v, 1), HOLES[:, :5] * [[1], [1 / np.float32(3)]]),
+    "argsort": (lambda v: jnp.argsort(v, 1), HOLES),
+    "order of bools": (lambda v: (v < 3) < (v > 1), WHOLE),
+    "least of bytes": (lambda v: lax.reduce_window(v, np.uint8(255), lax.min, (2,), (1,), "VALID"),
+                       np.array([0, 1, 255, 255, 3], np.uint8)),
+    "angles": (lambda v: jnp.arctan2(v[:, None], v[None]), np.array([-np.inf, -1, 0, 2, np.inf], np.float32)),
+    "rounded": (lax.round, np.array([0.49999997, -0.5, 1.5, -2.4], np.float32)),
+    "inner product": (lambda v: jnp.einsum("ij,ij->", v, v + 1), random(3, 3)),
+    "outer product": (lambda v: jnp.tensordot(v, v, 0), random(3, 3)),
+    "two sums": (lambda v: jnp.tensordot(v, random(3, 3), 2), random(2, 3, 3)),
+    "sum of bytes": (lambda v: lax.reduce_sum(jnp.broadcast_to(v[0] * 0 + 1, (300,)), (0,)), np.ones(1, np.uint8)),
+    "cropped beyond": (lambda v: lax.pad(v, np.float32(7), [(-3, 5, 0)]), np.array([1, 2], np.float32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_xla_defines_and_c_does_not(name: str) -> None:
+    function, values = EDGES[name]
+    worst_error(weighted(lambda x, v: function(v)), random(2), values)
+
+
+def test_what_has_no_lowering_is_refused_by_name():
+    for function, message in (
+        (lambda v: v.at[0].apply(jnp.sin), "x.at.*apply"),
+        (lambda v: jnp.bitwise_or.reduce(v.astype(jnp.int32)), "reduce_or of integers"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            worst_error(weighted(lambda x, v, function=function: function(v)), random(2), random(3))
+
+
 def test_the_file_says_how_far_both_are_from_float64(monkeypatch):
     monkeypatch.setattr("onnx_remat.converters.checks.tolerances.EXACT_ABOVE", 0.0)
     image, kernel = random(2, 3, 8, 8), random(4, 3, 3, 3, seed=1)
