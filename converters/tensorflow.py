@@ -6,7 +6,7 @@ forward pass and the loss, with every variable as an input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,7 @@ def export_training_step(
     except Exception as error:
         raise ConversionError(f"tf2onnx cannot convert the forward pass: {error}") from error
     _write_out_erfc(made)
+    _store_captured(made, traced.get_concrete_function().graph.captures)
     _rename(made, [*forward.values, *batch], [names.LOSS, *keep])
     plain = add_backward(made, names.LOSS, wrt=forward.trained, keep=keep, check=False)
     if check:
@@ -132,7 +133,7 @@ def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, trai
     for variable in (*model.trainable_variables, *model.non_trainable_variables):
         variables[_unused(variable.path, variables)] = variable
     called = {id(variable): name for name, variable in variables.items()}
-    seeds = [name for name, v in variables.items() if not v.dtype.startswith(("float", "bfloat"))]
+    seeds = [name for name, v in variables.items() if v.path.endswith("seed_generator_state")]
     if training and seeds:
         raise ConversionError(
             "random layers are not supported in training mode ({}): pass {}", seeds[0], Setting("training", False)
@@ -232,6 +233,15 @@ def _write_out_erfc(model: onnx.ModelProto) -> None:
             model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(1, np.float32), "onnx_remat.one"))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+def _store_captured(model: onnx.ModelProto, captures: Iterable[tuple[Any, Any]]) -> None:
+    """Store the tensors that a model captures, such as the mean of a Normalization, which tf2onnx makes inputs."""
+    captured = {inside.name: outside for outside, inside in captures}
+    stored = [value for value in model.graph.input if value.name in captured]
+    for value in stored:
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(captured[value.name]), value.name))
+        model.graph.input.remove(value)
 
 
 def _import() -> tuple[Any, Any]:

@@ -149,3 +149,26 @@ def test_added_losses_and_variables_of_one_path_count() -> None:
     np.testing.assert_allclose(made["loss"], loss, rtol=1e-5)
     for name, gradient in zip(given, gradients, strict=True):
         np.testing.assert_allclose(made[f"grad.{name}"], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_integers_that_a_model_keeps_are_state() -> None:
+    class Counting(keras.layers.Layer):  # type: ignore[misc, name-defined]
+        def build(self, shape: Any) -> None:
+            self.steps = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="steps")
+
+        def call(self, x: Any) -> Any:
+            self.steps.assign(self.steps + 1)
+            return x * keras.ops.cast(self.steps, x.dtype)
+
+    scaled = keras.layers.Normalization()  # counts what it has seen
+    scaled.adapt(BATCHES[mlp])
+    model = keras.Sequential([keras.Input((8,)), scaled, Counting(), keras.layers.Dense(5)])
+    step = export_training_step(
+        model, (BATCHES[mlp], TARGET), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    outputs = {value.name for value in step.graph.output}
+    (steps,) = [name for name in outputs if name.endswith("/steps")]
+    feeds = {v.path: np.asarray(v) for v in model.variables} | {"input.0": BATCHES[mlp], "input.1": TARGET}
+    known = {value.name for value in step.graph.input}
+    feeds[steps.removeprefix("new.")] = np.array(4, np.int32)
+    assert runtime.outputs(step, {name: value for name, value in feeds.items() if name in known})[steps] == 5
