@@ -299,3 +299,24 @@ def test_a_normalization_of_half_precision_is_computed_in_float32():
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(found[f"grad.{name}"], parameter.grad, rtol=2e-2, atol=2e-3, err_msg=name)
     np.testing.assert_allclose(found["new.norm.running_var"], model.norm.running_var, rtol=1e-3)
+
+
+def test_rows_that_a_second_mask_covers_stay_zero():
+    """The first mask leaves something of every row; with the second one, of which the example has none, nothing."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.randn(4, 4, generator=SEEDED))
+
+        def forward(self, padding):
+            causal = torch.full((4, 4), -torch.inf).triu(1)
+            scores = (self.x @ self.x.T + padding) + causal
+            lost = (scores == -torch.inf).all(-1, keepdim=True)
+            return (torch.where(lost, 0.0, scores.softmax(-1)) @ self.x).square().sum()
+
+    model = Attention()
+    step = export_training_step(model, torch.zeros(4))
+    padding = torch.tensor([-torch.inf, 0, 0, 0])
+    found = outputs(step, {"x": model.x.detach().numpy(), "input.0": padding.numpy()})
+    np.testing.assert_allclose(found["loss"], model(padding).item(), rtol=1e-5)
