@@ -72,7 +72,7 @@ def test_what_an_op_reads_must_be_brought_together() -> None:
 
 def test_an_op_that_reads_thousands_of_values_is_looked_at_for_seconds() -> None:
     """Such as one that joins all gradients to a vector; each is made from a value of its own, and all are needed."""
-    count = 3000
+    count = 1000
     problem = build(
         ops=[*(([], [i]) for i in range(count)), *(([i], [count + i]) for i in range(count)),
              ([*range(count, 2 * count)], [2 * count])],
