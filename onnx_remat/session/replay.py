@@ -24,6 +24,8 @@ class _Memory:
         self._ranges: list[tuple[int, int, str]] = []
 
     def claim(self, place: _Range, name: str) -> None:
+        if not place[1] > place[0]:  # an empty value takes nothing over
+            return
         first, last = self._overlapping(place)
         self._ranges[first:last] = [(*place, name)]
 

@@ -90,7 +90,11 @@ class InPlaceRunner:
         return loss
 
     def arrays(self) -> Arrays:
-        return self._arrays
+        """The arrays; those of the caller that no step renews cannot be written."""
+        arrays = {name: array.view() for name, array in self._arrays.items()}
+        for name in arrays.keys() - self._own - self._trained:
+            arrays[name].flags.writeable = False
+        return arrays
 
 
 class DeviceRunner:

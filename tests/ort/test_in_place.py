@@ -65,8 +65,9 @@ def test_unary_kernel_gives_the_same_bits_in_place(op, dtype):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, TensorProto.INT64])
 @pytest.mark.parametrize("other", [SHAPE, [1, SHAPE[1]], [SHAPE[0], 1], [1], []])
-@pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("op", [*sorted(in_place.BINARY), "Max", "Min"])
+@pytest.mark.parametrize(
+    ("op", "slot"), [*((op, slot) for op in sorted(in_place.BINARY) for slot in (0, 1)), ("Max", 0), ("Min", 0)]
+)
 def test_binary_kernel_gives_the_same_bits_in_place(op, slot, other, dtype):
     """Over the operand of the output's shape; the other one may be broadcast."""
     arrays = [values(dtype, SHAPE, 0), values(dtype, other, 1)]

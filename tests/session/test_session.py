@@ -463,3 +463,14 @@ def test_the_number_of_an_array_of_bits(value):
     bits = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16)
     assert Array("loss", onnx.TensorProto.BFLOAT16, ()).number(bits) == value
     assert Array("loss", onnx.TensorProto.FLOAT, ()).number(np.float32([value])) == value
+
+
+@pytest.mark.parametrize("op", ["Max", "Min"])
+@pytest.mark.parametrize("opset", [7, 17])
+def test_the_second_operand_of_an_old_maximum_is_read_late(op, opset):
+    nodes = [make("Exp", ["z"], ["u"]), make(op, ["x", "u"], ["y"])]
+    model = model_of(nodes, {"x": N, "z": N}, {"y": N})
+    model.opset_import[0].version = opset
+    feeds = feeds_for(model)
+    with Session(model, fuse=False) as session:
+        assert_same(session.run(feeds), outputs_of(model, feeds, "disable"), same_bits)

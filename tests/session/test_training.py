@@ -306,3 +306,28 @@ def test_a_header_with_an_infinite_size_is_damaged(tmp_path):
     (tmp_path / "s").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ModelError, match="header is damaged"):
         state_file.check(tmp_path / "s", {})
+
+
+def test_a_state_is_not_read_into_arrays_of_the_caller_that_no_step_renews(model, session, tmp_path):
+    feeds = feeds_for(model)
+    loop = Loop(session, feeds, copy=False)
+    loop.step({"x": feeds_for(model, 7)["x"]})
+    loop.save(tmp_path / "state")
+    batch = loop.state()["x"]
+    again = feeds_for(model)
+    first = again["x"].copy()
+    other = Loop(session, again, copy=False)
+    other.load(tmp_path / "state")
+    assert np.array_equal(again["x"], first) and np.array_equal(other.state()["x"], batch)
+    assert np.array_equal(again["w0"], feeds["w0"])  # trained in place
+
+
+def test_an_empty_state_is_renewed_beside_others():
+    nodes = [
+        helper.make_node("Add", ["e", "e"], ["new.e"]), helper.make_node("Sub", ["w", "g"], ["new.w"]),
+        helper.make_node("ReduceSum", ["new.w"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    shapes = {"e": [0], "w": [64, 64], "g": [64, 64]}
+    model = model_of(nodes, shapes, {"new.e": [0], "new.w": [64, 64], "loss": []})
+    loop = Loop(model, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+    assert [loop.step(), loop.step()] == [0, -64 * 64]

@@ -22,10 +22,11 @@ UNARY: Final = ("Abs", "Ceil", "Exp", "Floor", "Identity", "Log", "Neg", "Recipr
 BINARY: Final = ("Add", "Div", "Mul", "Sub")
 """Standard operators of two inputs, measured on the CPU over either; the other one may be broadcast."""
 
-CPU_ONLY: Final = {"Gemm": (2,), "Max": (0, 1), "Min": (0, 1), "Where": (1, 2)}
+CPU_ONLY: Final = {"Gemm": (2,), "Max": (0,), "Min": (0,), "Where": (1, 2)}
 """Input slots of kernels that were measured on the CPU alone; Max and Min only with two inputs.
 
-Gemm copies its third input to the output, and adds the product there (``gemm.cc``), except in half precision.
+Before opset 8, Max and Min copy their first input to the output, and then read the second one. Gemm copies its third
+input to the output, and adds the product there (``gemm.cc``), except in half precision.
 """
 
 
