@@ -169,7 +169,9 @@ def _stepped(
     """Return the state of its `own` parameters after the step of one optimizer, which changes the copies; unchanged if
     the step is skipped."""
     known = {name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in parameters.items()}
-    twin = updates.twin(optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces})
+    twin = updates.twin(
+        optimizer, parameters, copies, {name: pieces for name, pieces in known.items() if pieces}, updates.APART
+    )
     rates = {id(step.settings[name]): rate for name, rate in step.rates.items()}
     for group in twin.param_groups:
         group.update({key: rates[id(value)] for key, value in group.items() if id(value) in rates})

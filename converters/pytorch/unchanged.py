@@ -10,12 +10,16 @@ import torch
 
 from onnx_remat.errors import UsageError
 
-from .private_state import gradient_hooks
+from .private_state import gradient_hooks, hooks_left_out
 
 SettingPlace: TypeAlias = tuple[int, int, str]
 """Place of a setting: index of the optimizer, index of the group, and key."""
 
 _NEW = "make a new step"
+_NOT_READ = {
+    "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr",
+}  # fmt: skip
+"""Settings of groups that schedulers keep there, and no optimizer reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Facts:
         Hooks on the gradient of each parameter.
     constants : mapping of SettingPlace to object
         Settings that are constants of the step.
+    hooked_optimizers, hooked_parameters : tuple of str
+        Those with hooks that a graph cannot call.
     """
 
     modules: Mapping[str, tuple[torch.nn.Module, bool]]
@@ -41,6 +47,8 @@ class Facts:
     places: Mapping[str, tuple[int, int]]
     hooks: Mapping[str, tuple[Any, ...]]
     constants: Mapping[SettingPlace, Any]
+    hooked_optimizers: tuple[str, ...] = ()
+    hooked_parameters: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -61,9 +69,11 @@ class Facts:
             {
                 (o, g, key): _value(group[key])
                 for o, g, group in groups
-                for key in optimizers[o].defaults
-                if key in group and (o, g, key) not in inputs
+                for key in group
+                if key not in _NOT_READ and (o, g, key) not in inputs
             },
+            tuple(type(user).__qualname__ for user in optimizers if hooks_left_out(user)),
+            tuple(name for name, parameter in parameters.items() if hooks_left_out(parameter)),
         )
 
     def check(self, now: Facts) -> None:
@@ -110,9 +120,11 @@ class Facts:
             yield f"parameter {name} was added since the step was made: {_NEW}"
 
     def _settings(self, now: Facts) -> Iterator[str]:
+        for which in (*now.hooked_optimizers, *now.hooked_parameters):
+            yield f"{which} has hooks since the step was made, which a graph cannot call: remove them"
         for setting in sorted(self.constants.keys() | now.constants.keys()):
             before, after = (facts.constants.get(setting, "missing") for facts in (self, now))
-            if before != after:
+            if before != after and setting in self.constants:  # schedulers add settings of their own
                 _, group, key = setting
                 yield (
                     f"the optimizer's {key} (group {group}) changed from {before} to {after}: it is a constant of the "

@@ -19,6 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.messages import first_line
+
+from .private_state import pytree
 
 State = dict[str, dict[str, torch.Tensor]]
 """State by parameter name, then by the optimizer's name of the piece of state."""
@@ -26,8 +29,8 @@ State = dict[str, dict[str, torch.Tensor]]
 _CASTS = ("__bool__", "__int__", "__float__", "__index__")
 """Methods that make Python values of tensors, some of them through ``item``."""
 
-_SETTINGS: Mapping[str, Any] = {"foreach": False, "fused": False}
-"""Settings in a trace: every parameter has an update of its own."""
+APART: Mapping[str, Any] = {"foreach": False, "fused": False}
+"""Settings by which every parameter has an update of its own; others refuse rates that are tensors."""
 
 _CAPTURABLE = "capturable"
 """Setting for step counts in tensors, without which some optimizers branch on their values."""
@@ -55,15 +58,16 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
             f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
             "cannot; take another optimizer, or export without one and update the parameters yourself"
         )
+    _check_own(optimizer)
     own = {name: parameter.detach() for name, parameter in owned(optimizer, parameters).items()}
     known = {name: optimizer.state.get(parameters[name]) or {} for name in own}
     new = {name: value for name, value in own.items() if not known[name]}
     try:
         from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
-    except (RuntimeError, TypeError) as error:  # SparseAdam wants sparse gradients
+    except Exception as error:  # SparseAdam wants sparse gradients, SAM a closure
         raise ConversionError(
-            f"the step of optimizer {kind} cannot be traced ({error}): export without an optimizer and update the "
-            "parameters yourself"
+            f"the step of optimizer {kind} cannot be traced ({first_line(error)}): export without an optimizer and "
+            "update the parameters yourself"
         ) from error
     made: State = {}
     from_gradient = False
@@ -80,6 +84,18 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
     if from_gradient:
         _check_zeros(optimizer, parameters, new, made)
     return made
+
+
+def _check_own(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConversionError where a step would work on parameters that a copy of the optimizer does not have."""
+    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        leaves = pytree.tree_leaves(value) if name not in ("param_groups", "state") else []
+        if any(isinstance(leaf, torch.optim.Optimizer) or id(leaf) in inside for leaf in leaves):
+            raise ConversionError(
+                f"the step of optimizer {type(optimizer).__qualname__} works by self.{name}, not by its param_groups, "
+                "and would change no copy of the parameters: give the optimizer in it, or export without one"
+            )
 
 
 def _check_constant(optimizer: torch.optim.Optimizer, name: str, slot: str, value: Any, known: bool) -> None:
@@ -104,7 +120,7 @@ def _first(
     copies = {name: value.clone().requires_grad_() for name, value in values.items()}
     for copy in copies.values():
         copy.grad = torch.full_like(copy, gradient)
-    other = twin(optimizer, parameters, copies, {})
+    other = twin(optimizer, parameters, copies, {}, APART)
     first: dict[torch.Tensor, _Remembering] = {copy: _Remembering() for copy in copies.values()}
     other.state = defaultdict(dict, first)
     step(other)
@@ -123,9 +139,11 @@ def _check_zeros(
         copies = {name: value.clone().requires_grad_() for name, value in values.items()}
         for name, copy in copies.items():
             copy.grad = values[name].cos()
-        step(twin(optimizer, parameters, copies, pieces))
+        step(twin(optimizer, parameters, copies, pieces, APART))
         made.append(copies)
     for name, value in values.items():
+        if not value.numel():
+            continue
         before, first, zeros = (other[name].detach().double() - value.double() for other in (made[0], *made))
         if (first - zeros).abs().max() > 1e-3 * before.abs().max():
             raise ConversionError(
@@ -233,7 +251,7 @@ def updated(
     capturable = {_CAPTURABLE: not isinstance(optimizer, _DIVIDE_BY_RATE)}
     constants = {name: _constants(optimizer.state.get(parameters[name], {})) for name in copies}
     whole = {name: constants[name] | pieces[name] for name in copies}
-    other = twin(optimizer, parameters, copies, whole, {**_SETTINGS, **capturable})
+    other = twin(optimizer, parameters, copies, whole, {**APART, **capturable})
     for group in other.param_groups:
         for key, value in group.items():
             if id(value) in settings:

@@ -415,6 +415,9 @@ CHANGES = {
     "3.weight is gone": lambda model, _: model[3].register_parameter("weight", nn.Parameter(torch.zeros(2, 6))),
     r"'1' is not in the mode.*get_submodule\('1'\).train\(\)": lambda model, _: model[1].eval(),
     "weight_decay .* from 0 to 0.5": lambda _, o: o.param_groups[0].update(weight_decay=torch.tensor(0.5)),
+    "3.weight has hooks since": lambda model, _: model[3].weight.register_post_accumulate_grad_hook(lambda p: None),
+    "SGD has hooks since": lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
+    "lr_scale .* from 0.5 to 0": lambda _, optimizer: optimizer.param_groups[0].update(lr_scale=0.0),
     "hooks on parameter 0.bias": lambda model, _: model[0].bias.register_hook(lambda gradient: 0 * gradient),
 }  # fmt: skip
 
@@ -423,7 +426,7 @@ def changing():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 2), nn.BatchNorm1d(2))
     model[0].weight.requires_grad_(False)
-    return model, torch.optim.SGD(model[:4].parameters(), 0.1)
+    return model, torch.optim.SGD([{"params": model[:4].parameters(), "lr_scale": 0.5}], 0.1)
 
 
 @pytest.mark.parametrize("match", CHANGES)

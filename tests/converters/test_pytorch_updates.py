@@ -339,3 +339,79 @@ def test_with_a_norm_of_all_gradients_an_overflow_skips_every_update():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     step((x, torch.ones(())))
     assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps by another optimizer, which has the parameters themselves."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, {}
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+
+
+class Listing(torch.optim.SGD):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, parameters):
+        self.ps = list(parameters)
+        super().__init__(self.ps, 0.1)
+
+
+class Demanding(torch.optim.SGD):
+    """Runs the model again, as sharpness-aware minimisation does."""
+
+    def step(self, closure=None):
+        assert closure is not None, "a closure, please"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda ps: Lookahead(torch.optim.SGD(ps, 0.1)), "Lookahead works by self.base, not by its param_groups"),
+        (Listing, "Listing works by self.ps, not by its param_groups"),
+        (lambda ps: Demanding(ps, 0.1), "Demanding cannot be traced .a closure, please"),
+    ],
+)
+def test_optimizers_that_would_move_no_copy_are_refused(make, message):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConversionError, match=message):
+        export_training_step(model, (torch.randn(3, 4), torch.randn(3, 4)), mse, make(model.parameters()))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_settings_that_update_all_parameters_at_once_change_nothing(kind, warm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = kind(model.parameters(), lr=0.01, foreach=True)
+    batch = torch.randn(3, 4), torch.randn(3, 4)
+    if warm:
+        mse(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+    other = copy.deepcopy(model)
+    theirs = kind(other.parameters(), lr=0.01)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step = budgeted(model, mse, optimizer, batch)
+    for _ in range(3):
+        step(batch)
+        theirs.zero_grad()
+        mse(other(batch[0]), batch[1]).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+def test_names_of_a_batch_and_of_a_buffer_are_apart():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(3, 4))
+
+        def forward(self, x, mask):
+            return (self.linear(x) * self.mask * mask).square().mean()
+
+    with pytest.raises(ConversionError, match="the batch has 'mask', and so has the model"):
+        export_training_step(Masked(), {"x": torch.randn(3, 4), "mask": torch.ones(3, 4)})
