@@ -140,6 +140,8 @@ class DataParallel:
         shards = self.parts.shards if zero else ()
         self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
         self._unfed = self._memory.adopt(state, fed={WEIGHT, _SEED})
+        own = {*renewed, *self._memory.step}
+        self._fed = {n: kind for n, kind in kinds.items() if n not in own and not n.startswith(GRADIENT)}
 
     # Opening
 
@@ -208,7 +210,7 @@ class DataParallel:
             start = time.perf_counter()
             loss = self._gradients(batches, weights, given=weight is not None)
             computed = time.perf_counter()
-            loss = self._exchange(loss, sum(weights))
+            loss = self._exchange(loss, sum(weights), bool(batches))
             exchanged = time.perf_counter()
             self._renew()
             updated = time.perf_counter()
@@ -280,29 +282,44 @@ class DataParallel:
             if self._memory.step[array.name].shape != array.shape:
                 self._memory.step[array.name] = array_of(array.dtype_name, array.shape)
 
-    def _exchange(self, loss: float, weight: float) -> float:
-        """Average gradients over all batches of all ranks and clip them; return the mean loss."""
+    def _exchange(self, loss: float, weight: float, has_batch: bool) -> float:
+        """Average gradients over all batches of all ranks and clip them; return the mean loss.
+
+        Gradients that are sent in half precision are divided by the weights before, so that they do not overflow.
+        """
         settings, sums = self._settings, self._memory.sums
+        loss, weight, fed = self._ranks.totals(loss, weight, float(has_batch))
+        if not weight > 0:
+            raise UsageError("no rank has a batch, or all weights are 0: end the epoch")
+        if fed < self.ranks:
+            self._share_fed(self._ranks.least(self.rank if has_batch else self.ranks))
+        divided = bool(settings.wire)
+        for each in sums if divided else ():
+            collectives.scale(each, 1 / weight)
         waiting: list[Callable[[], None]] = []
         for each in sums:
             if settings.zero:
                 self._ranks.sum_shares(each, settings.wire)
             else:
                 waiting += self._ranks.sum(each, settings.wire, settings.bucket)
-        loss, weight = self._ranks.totals(loss, weight)
         for wait in waiting:
             wait()
-        if not weight > 0:
-            raise UsageError("no rank has a batch, or all weights are 0: end the epoch")
         mine = self._memory.shares(sums)
-        factor = 1 / weight
+        factor, of_norm = (1.0, 1.0) if divided else (1 / weight, weight)
         if settings.clip_norm is not None:
             squares = sum(map(collectives.square_sum, mine))
             squares = self._ranks.totals(squares)[0] if settings.zero else squares
-            factor *= min(1.0, settings.clip_norm / (squares**0.5 / weight + 1e-6))
+            factor *= min(1.0, settings.clip_norm / (squares**0.5 / of_norm + 1e-6))
         for each in mine:
             collectives.scale(each, factor)
         return loss / weight
+
+    def _share_fed(self, source: int) -> None:
+        """Take what batches feed to the update alone, such as a learning rate, from a rank that has a batch."""
+        for name, kind in sorted(self._fed.items()):
+            array = self._memory.update.get(name)
+            self._ranks.from_rank(array_of(*kind) if array is None else array, source)
+        self._unfed -= set(self._fed)
 
     def _renew(self) -> None:
         if self._update is not None:

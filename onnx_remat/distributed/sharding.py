@@ -85,7 +85,9 @@ class Sharding:
         inputs = {}
         for slot in (slot for flat in flats for slot in flat.slots):
             outputs = [output for output, owner in owners.items() if owner == slot.name]
-            large = [n for n in _inputs_of(graph, outputs) if tensors[n].shape and n != GRADIENT + slot.name]
+            single = {(), (1,)} - {tensors[slot.name].shape}
+            known = [n for n in _inputs_of(graph, outputs) if tensors[n].shape and n != GRADIENT + slot.name]
+            large = [n for n in known if tensors[n].shape not in single]
             inputs[slot.name] = tuple(dict.fromkeys([slot.name, *large]))
         return cls(graph, owners, inputs, flats, ranks)
 
@@ -129,7 +131,8 @@ def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         mine = [output for output, other in outputs.items() if other == owner]
         _check_elementwise(graph, tensors, owner, shape.get(owner, ()), mine)
         for name in _inputs_of(graph, mine):
-            if tensors[name].shape and state.setdefault(name, owner) != owner:
+            of_all = tensors[name].shape in {(), (1,)} - {shape.get(owner)}
+            if tensors[name].shape and not of_all and state.setdefault(name, owner) != owner:
                 raise ModelError(
                     f"the update does not shard: {state[name]!r} and {owner!r} are both renewed by {name!r}; train "
                     "without zero"

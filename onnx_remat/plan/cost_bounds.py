@@ -225,10 +225,11 @@ def _dual(network: Network, excess: float) -> float:
     everything, dearest = float(network.sizes.sum()), float(network.costs.sum())
     if not everything:
         return math.inf if excess > 0 else 0.0
-    least = network.cut((dearest or 1.0) / everything, 0.0)
-    rising, falling = (0.0, everything + excess), (least.cost, least.size + excess)
-    if falling[1] > 0:
+    first = (dearest or 1.0) / everything
+    least = network.cut(first, 0.0)
+    if least.value / first + excess > 0:  # the value is rounded down, the size of this cut may be above the least
         return math.inf
+    rising, falling = (0.0, everything + excess), (least.cost, min(0.0, least.size + excess))
     best = 0.0
     for _ in range(_PRICES):
         if rising[1] <= 0 or rising[1] - falling[1] <= 0:

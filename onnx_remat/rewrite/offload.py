@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.options import Options
 from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
@@ -16,7 +17,7 @@ from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.fit import Fitted, Work, fit
-from onnx_remat.rewrite.plans import make_plan
+from onnx_remat.rewrite.plans import TooLittleTime, make_plan
 
 _ROUNDS = 3  # plans that may move values
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
@@ -63,7 +64,9 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
         except BudgetInfeasibleError as error:
             if best is not None:
                 break
-            refusal, start = error, (larger, known)
+            if not (refusal and isinstance(error, TooLittleTime)):  # what a refusal says is of more use
+                refusal = error
+            start = larger, known
             continue
         if best is not None and found.plan.extra_compute >= best.plan.extra_compute:
             break
@@ -83,4 +86,5 @@ def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline
     try:
         return make_plan(within, within.target(), less, deadline).schedule
     except BudgetInfeasibleError:
-        return adjoined(compiled.problem, compiled.default_order().order)
+        order = after_readers(compiled.problem, compiled.default_order().order)
+        return adjoined(compiled.problem, order.tolist())

@@ -34,7 +34,7 @@ from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
-from onnx_remat.rewrite.plans import Plan, Refusal, make_plan
+from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import Budget, parse_budget
@@ -251,6 +251,8 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
             return candidate
         except Refusal as error:
             again = error
+        except TooLittleTime:
+            break
     return found
 
 

@@ -262,3 +262,30 @@ def test_torchrun_starts_a_job_and_a_failure_is_its_failure(model, tmp_path):
     done = subprocess.run([*torchrun, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "onnx-remat: rank 0: error: no value for input" in done.stderr
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_rank_without_a_batch_has_the_rate_of_the_others(zero, model, tmp_path):
+    apart, _ = shared_batches(3, 2, ROWS, WIDTH)
+    for name in "xt":
+        del apart[f"1.1.0.{name}"]
+    apart |= {f"{step}.0.0.rate": np.float32(0.01 * (step + 1)) for step in range(3)}
+    apart |= {f"{step}.1.0.rate": np.float32(0.01 * (step + 1)) for step in (0, 2)}
+    state = first_state(onnx.load(model))
+    found = [
+        launch(tmp_path / name, 2, job_of(model, tmp_path, 3, options={"zero": zero}), state, given)
+        for name, given in (("lacking", apart), ("again", apart))
+    ]
+    for ranks in found:
+        assert [rank.code for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
+        assert same_bits(ranks[0].state.values(), ranks[1].state.values())
+
+
+def test_gradients_in_float16_do_not_overflow_by_their_weights(model, tmp_path):
+    apart, _ = shared_batches(2, 2, ROWS, WIDTH)
+    state = first_state(onnx.load(model))
+    job = job_of(model, tmp_path, 2, weight=1e6)
+    plain = launch(tmp_path / "plain", 2, job, state, apart)
+    half = launch(tmp_path / "half", 2, {**job, "options": {"wire": "float16"}}, state, apart)
+    assert [rank.code for rank in half] == [0, 0], half[0].errors
+    np.testing.assert_allclose(half[0].state["m.w0"], plain[0].state["m.w0"], rtol=1e-2, atol=1e-6)

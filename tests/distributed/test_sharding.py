@@ -242,3 +242,20 @@ def test_errors_of_a_job_are_of_their_own_kind():
     assert int(found) > 3_000_000 and float(loss) > 0
     assert weights == "2 batches need as many weights, or one for all, not 3"
     assert planned == "budget= has no effect on parts: pass it to prepare"
+
+
+def test_single_numbers_that_are_vectors_are_not_cut():
+    """A count of steps of each parameter, and a rate of all."""
+    nodes = [
+        MAKE("Add", ["count", "one"], ["new.count"]), MAKE("Div", ["grad.w", "new.count"], ["a"]),
+        MAKE("Mul", ["a", "rate"], ["b"]), MAKE("Sub", ["w", "b"], ["new.w"]), MAKE("Mul", ["grad.v", "rate"], ["c"]),
+        MAKE("Sub", ["v", "c"], ["new.v"]),
+    ]  # fmt: skip
+    inputs = {name: [4, 4] for name in ("w", "v", "grad.w", "grad.v")} | {"count": [1], "rate": [1]}
+    outputs = {"new.w": [4, 4], "new.v": [4, 4], "new.count": [1]}
+    update = model_of(nodes, inputs, outputs, {"one": np.ones(1, np.float32)})
+    sharding = Sharding.of(update, layout_of(update, 2), 2)
+    assert {name for rank in range(2) for name in sharding.pieces(rank)} == {"w", "v"}
+    for rank in range(2):
+        shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in sharding.model(rank).graph.input}
+        assert all(shapes.get(name, [1]) == [1] for name in ("count", "rate"))

@@ -15,6 +15,7 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule, check_schedule
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
+from onnx_remat.plan.search.core import liveness_model
 from sample_models.chain import chain as chain_model
 from tests.support.planner_problems import build, chain, problems, random_schedule
 
@@ -130,3 +131,23 @@ def test_what_is_open_has_run_or_has_not() -> None:
     assert simulate(problem, [0, 2, 3, 0, 1]).peak <= 22
     # A node that takes three bytes, wherever it runs again, saves but seven of the ten.
     assert math.isclose(cost_lower_bound(problem, 22, per_rerun=3), 1 / 4 * (1 - 5 / 7), rel_tol=1e-6)
+
+
+def test_a_bound_is_not_above_a_schedule_whose_small_values_are_rounded_away() -> None:
+    problem = build(
+        ops=[([], [0]), ([], [1]), ([], [2]), ([0, 1, 2], [3])], nbytes=[4_000_000_000, 4, 1, 1], outputs=[3],
+        workspace=[0, 0, 6_000_000_000, 0], cost=[1, 1, 1, 1], hold_unread=False,
+    )  # fmt: skip
+    schedule = Schedule((0, 1, 2, 0, 1, 3))
+    peak = simulate(problem, schedule).peak
+    assert cost_lower_bound(problem, peak, range(4)) <= schedule.overhead(problem) == 0.5
+
+
+def test_views_of_views_may_be_many() -> None:
+    count = 3000
+    problem = build(
+        ops=[([], [0]), *(([i], [i + 1]) for i in range(count)), ([count], [count + 1])], nbytes=[8] * (count + 2),
+        outputs=[count + 1], alias={i + 1: 0 for i in range(count)},
+    )  # fmt: skip
+    view = liveness_model(problem)
+    assert view.expand(view.ops) == tuple(range(count + 2))

@@ -91,7 +91,7 @@ def train(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         micro = [_batch(batches, f"{step}.{rank}.{i}.") for i in range(job.get("micro", 1))]
         micro = [batch for batch in micro if batch]
-        weights = [next(iter(b.values())).shape[0] for b in micro] if job.get("weigh") else None
+        weights = [next(iter(b.values())).shape[0] for b in micro] if job.get("weigh") else job.get("weight")
         losses.append(parallel.step(micro or None, weights))
         times.append([parallel.times.compute, parallel.times.communication, parallel.times.update])
         if step + 1 == job.get("save_at"):

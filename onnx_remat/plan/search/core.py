@@ -218,11 +218,15 @@ def _with_views(
 
     def fresh(op: int) -> None:
         """Take the views that `op` reads again if they are older than the viewed value."""
-        for source in taken.views[op]:
-            fresh(source)
-            behind = max((stamp[maker] for maker in taken.behind[source]), default=-1)
-            if stamp[source] < 0 or (stamp[source] < behind and taken.again[source]):
-                emit(source)
+        waiting = [(op, iter(taken.views[op]))]  # a stack, as views of views may be many
+        while waiting:
+            if (source := next(waiting[-1][1], None)) is not None:
+                waiting.append((source, iter(taken.views[source])))
+                continue
+            view, _ = waiting.pop()
+            behind = max((stamp[maker] for maker in taken.behind[view]), default=-1)
+            if waiting and (stamp[view] < 0 or (stamp[view] < behind and taken.again[view])):
+                emit(view)
 
     def emit(op: int) -> None:
         stamp[op] = len(result)
