@@ -60,6 +60,8 @@ class CheckResult(Finding):
         The level at which a plain session keeps the budget, see `Options.level`.
     ran : bool
         Whether the file was run.
+    run_by : str
+        Who runs the file, see `Options`: the budget of a loop's covers more than tensors.
     """
 
     schema: ClassVar[str] = "onnx-remat/check/1"
@@ -78,12 +80,13 @@ class CheckResult(Finding):
     moved_lost: tuple[str, ...] = ()
     level: str = "every"
     ran: bool = False
+    run_by: str = "session"
 
     @property
     def kept(self) -> bool:
         """Does the file keep its budget, simulated and, where it was run, measured?"""
-        if self.trained is not None:
-            return self.trained <= self.budget
+        if self.trained is not None or self.run_by == "loop":
+            return self.trained is not None and self.trained <= self.budget
         known = [peak for peak in (self._simulated(), self.measured) if peak is not None]
         return bool(known) and max(known) <= self.budget
 
@@ -93,8 +96,8 @@ class CheckResult(Finding):
 
         A measured excess below the resolution of measurements is neither `kept` nor `lost`.
         """
-        if self.trained is not None:
-            return self.trained > self.budget
+        if self.trained is not None or self.run_by == "loop":
+            return self.trained is not None and self.trained > self.budget
         measured = (self.measured or 0) > self.budget + processes.RESOLUTION
         simulated = self._simulated()
         if simulated is None and self.recomputed_lost:  # then it is no longer the file that was planned
@@ -143,6 +146,11 @@ class CheckResult(Finding):
         budget = format_bytes(self.budget)
         if self.kept or self.lost:
             lines.append(f"the file {'keeps' if self.kept else 'no longer keeps'} its budget of {budget}")
+        elif self.run_by == "loop":
+            lines.append(
+                f"undecided whether the file keeps its budget of {budget}: it is that of training by Loop, which is "
+                "predicted with the onnxruntime of this environment"
+            )
         elif self._simulated() is None:
             lines.append(f"undecided whether the file keeps its budget of {budget}: its level was not simulated")
         else:
@@ -219,6 +227,7 @@ def check(
         tuple(name for name in plan.moved if name not in made or made[name].op_type != UP),
         plan.level,
         ran,
+        plan.run_by,
     )
 
 

@@ -97,7 +97,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     original = begin(model, options)
     report = rewrite_for(original, "100%").report
     top, books, bound = report.budget, report.books(), report.lower_bound
-    impossible = smallest_budget(bound, books)
+    impossible = min(smallest_budget(bound, books), top)  # the original itself keeps that, without a margin
     budget, missed, tries = impossible, [impossible - 1], 0
     while tries < _TRIES and report.budget > _RESOLUTION * max(missed):
         tries += 1

@@ -198,3 +198,12 @@ def test_one_size_of_several_may_be_given(tmp_path):
     halved, whole = (max(check(path, dims, run=False).peaks_by_level.values()) for dims in ({"batch": 1024}, None))
     assert halved < 0.7 * whole
     assert explain(path, {"batch": 1024}).peak < explain(path).peak
+
+
+def test_a_loops_budget_is_not_judged_by_the_tensors_of_a_session(monkeypatch, capsys):
+    for peak in (900_000, 1_100_000):
+        found = CheckResult(1, 0, (), (), 1_000_000, {"disable": peak}, {"disable": 1}, peak, run_by="loop")
+        assert not found.kept and not found.lost
+        assert (
+            "undecided whether the file keeps its budget of 1.0 MB: it is that of training by Loop" in found.lines()[-1]
+        )

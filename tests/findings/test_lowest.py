@@ -51,6 +51,13 @@ def test_a_bound_that_is_reached_takes_one_try(monkeypatch):
     assert len(asked) == 2
 
 
+def test_what_the_original_takes_is_not_impossible(monkeypatch):
+    """Nothing is kept free of it, unlike of a budget."""
+    world(monkeypatch, 7950, 1.0, bound=7900)
+    found = lowest.lowest_budget("model")
+    assert found.impossible == found.budget == 8000
+
+
 def test_the_lowest_budget_of_a_chain_is_kept_again(tmp_path, capsys):
     model = chain(8, 1024, 64)
     path = tmp_path / "chain.onnx"

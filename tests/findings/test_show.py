@@ -141,6 +141,21 @@ def test_figure_is_a_picture_of_its_kind_and_reproducible(result, tmp_path):
         assert first.startswith(magic) and first == second
 
 
+@pytest.mark.parametrize("run_by", ["loop", "session"])
+def test_names_in_a_picture_are_no_formulas(run_by, tmp_path):
+    pytest.importorskip("matplotlib")
+    model = chain(8, 512, 64)
+    made = {name: f"a$^$b{name}" for node in model.graph.node for name in node.output}
+    made = {name: new for name, new in made.items() if name not in {value.name for value in model.graph.output}}
+    for node in model.graph.node:
+        node.input[:], node.output[:] = (
+            [made.get(name, name) for name in names] for names in (node.input, node.output)
+        )
+    del model.graph.value_info[:]
+    draw(rewrite_model(model, "90%", run_by=run_by, effort=0.1), str(tmp_path / "picture.svg"))
+    assert (tmp_path / "picture.svg").stat().st_size > 1000
+
+
 def test_figure_of_a_missing_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
     import onnx
 

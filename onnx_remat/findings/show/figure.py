@@ -131,7 +131,7 @@ def _list_slab(figure: Any, laid: slab.Slab, footprint: Footprint, top: float) -
     lines += [(format_bytes(gap.bytes), f"free in ops {gap.start} to {gap.end}") for gap in laid.gaps[:1]]
     figure.text(0.655, top, "in the slab where it is fullest (▼)", fontsize=9, fontweight="bold", va="top")
     text = "\n".join(f"{size:>9}  {name}" for size, name in lines)
-    figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5)
+    figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5, parse_math=False)
 
 
 def _runs(step: trace.Trace) -> Sequence[tuple[str, int, int]]:
@@ -157,7 +157,7 @@ def _list_peak(figure: Any, step: trace.Trace, top: float) -> None:
         lines.append((format_bytes(step.steps[step.peak_step].workspace), "workspace of the op"))
     figure.text(0.655, top, "allocated at the peak (▼)", fontsize=9, fontweight="bold", va="top")
     text = "\n".join(f"{size:>9}  {name}" for size, name in lines)
-    figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5)
+    figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5, parse_math=False)
 
 
 def _shorten(name: str) -> str:
