@@ -66,6 +66,20 @@ class InPlaceRunner:
         self._trained = {*renewed.values(), *self._gradients.values()}
         if not copy:
             _check_trainable(self._arrays, self._trained)
+        self.optional = frozenset(session.defaults)
+
+    def empty(self, name: str) -> npt.NDArray[Any]:
+        """Return a read-only array of an input's type and shape."""
+        sizes = [n or 0 for n in self.formals[name].shape or ()]
+        array: npt.NDArray[Any] = np.empty(sizes, self.formals[name].dtype)
+        array.flags.writeable = False
+        return array
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let inputs have their defaults again."""
+        for name in names:
+            self._own.discard(name)
+            del self._arrays[name]
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         check_state(self.formals, batch)
@@ -97,7 +111,19 @@ class InPlaceRunner:
         return arrays
 
 
-class DeviceRunner:
+class _WithoutForgetting:
+    """A runner whose inputs keep the values that they were once given."""
+
+    optional: frozenset[str] = frozenset()
+
+    def empty(self, name: str) -> npt.NDArray[Any]:
+        raise NotImplementedError(name)
+
+    def forget(self, names: Iterable[str]) -> None:
+        assert not list(names)
+
+
+class DeviceRunner(_WithoutForgetting):
     """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
     def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
@@ -181,7 +207,7 @@ def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
     check_apart(((a.ctypes.data, a.nbytes, name) for name, a in arrays.items()), renewed, "pass copy=True")
 
 
-class FeedbackRunner:
+class FeedbackRunner(_WithoutForgetting):
     """Run steps with onnxruntime's own session: the outputs of each step are the inputs of the next."""
 
     def __init__(

@@ -135,7 +135,8 @@ class Session:
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
         heap.give_back_large_blocks()
-        self.renewals: Mapping[str, str] = {} if isinstance(donate, bool) else dict(donate)
+        donate = donate if isinstance(donate, bool) else dict(donate)
+        self.renewals: Mapping[str, str] = {} if isinstance(donate, bool) else donate
         is_path = isinstance(model, str | os.PathLike)
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
                        memory_limit, cuda_graph, fuse)  # fmt: skip
@@ -145,7 +146,7 @@ class Session:
             lacking = _why_not_fused() if wanted else ""
             secret = shim.new_secret() if wanted and not lacking else 0
             self._step = plan_in_child(
-                path, target, SessionRequest(provider, dims or {}, donate, level, check, secret=secret)
+                path, target, SessionRequest(provider, dict(dims or {}), donate, level, check, secret=secret)
             )
             self._lacking = self._step.fused.why_not or lacking
             if self._lacking and (lacking == self._lacking or self._lacking.startswith(driver.FAILS)):
@@ -383,6 +384,9 @@ class Session:
                     f"cuda_graph renews input {name!r} in the session's own memory: pass an array of the host"
                 )
             lying = {}
+        new = {name: array for name, array in given.items() if not isinstance(array, DeviceArray)}
+        held = {name: array for name, (_, array) in self._bound.items() if name not in given} | new
+        check_apart(((a.ctypes.data, a.nbytes, name) for name, a in held.items()), renewed, "pass a copy of one")
         device.bind(lying)
         device.feed({name: array for name, array in given.items() if name not in lying})
         for name in given.keys() & renewed:
@@ -447,9 +451,12 @@ def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False)
         array = np.asarray(value)
         numbers = not hasattr(value, "dtype") and formal.dtype not in BY_BITS
         if numbers and (np.can_cast(array.dtype, dtype, "same_kind") or {array.dtype.kind, dtype.kind} <= {"i", "u"}):
-            array = np.asarray(value, dtype)
+            try:
+                array = np.asarray(value, dtype)
+            except OverflowError as error:
+                raise UsageError(f"input {formal.name!r} is of type {dtype}: {error}") from error
     bits = formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize and array.dtype.kind in "uV"
-    if array.dtype != dtype and not bits:
+    if array.dtype != dtype and not (bits and array.dtype.isnative):
         raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
     if array.shape != formal.shape:
         raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")

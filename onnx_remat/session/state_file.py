@@ -137,6 +137,15 @@ def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
+def names(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the names of the arrays in a file; raise ModelError where it is missing or damaged."""
+    try:
+        with Path(path).open("rb") as stream:
+            return tuple(_header(stream, path)[0])
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
 def check(path: str | os.PathLike[str], kinds: Kinds) -> None:
     """Raise the errors that `read_into` raises before it changes an array."""
     try:

@@ -149,9 +149,11 @@ class Loop:
         """Set all inputs to values that `state` returned, and continue from there."""
         arrays = self._runner.arrays()
         check_state(self._runner.formals, state)
-        if missing := [name for name in arrays if name not in state]:
+        by_default = [name for name in arrays if name not in state and name in self._runner.optional]
+        if missing := [name for name in arrays if name not in state and name not in by_default]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self._failed = "interrupted"
+        self._runner.forget(by_default)
         self._runner.feed(state)
         heap.trim_soon()
         self._failed = ""
@@ -175,10 +177,16 @@ class Loop:
         ModelError
             The file is missing or damaged.
         """
-        arrays = self._runner.arrays()
+        arrays, stored = self._runner.arrays(), state_file.names(path)
+        by_default = [name for name in arrays if name in self._runner.optional and name not in stored]
+        arrays = {name: array for name, array in arrays.items() if name not in by_default}
+        for name in self._runner.optional - arrays.keys():
+            if name in stored:
+                arrays[name] = self._runner.empty(name)
         kinds = state_file.kinds_of(arrays)
         state_file.check(path, kinds)
         self._failed = "interrupted"
+        self._runner.forget(by_default)
         places = ((name, a if a.flags.writeable else np.empty_like(a, order="C")) for name, a in arrays.items())
         for name, array in state_file.read_each(path, kinds, places):
             if array is not arrays[name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -170,3 +171,21 @@ def test_each_of_several_threads_gets_its_own_results():
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+def test_bits_in_the_other_order_of_bytes_are_refused():
+    node = helper.make_node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)
+    model = model_of([node], {"x": (TensorProto.BFLOAT16, [1])}, {"y": [1]})
+    with Session(model) as session:
+        assert session.run({"x": np.array([0x3F80], np.uint16)})["y"] == 1
+        with pytest.raises(UsageError, match="input 'x' is of type uint16, not >u2"):
+            session.run({"x": np.array([0x3F80], ">u2")})
+
+
+def test_numbers_beyond_their_type_and_mappings_of_any_kind():
+    small = (TensorProto.INT8, ["n"])
+    model = model_of([helper.make_node("Identity", ["x"], ["y"])], {"x": small}, {"y": small})
+    with Session(model, dims=MappingProxyType({"n": 1}), donate=MappingProxyType({})) as session:
+        with pytest.raises(UsageError, match=r"input 'x' is of type int8: .*300"):
+            session.run({"x": [300]})
+        assert session.run({"x": [3]})["y"] == 3

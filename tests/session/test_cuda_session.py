@@ -206,7 +206,8 @@ def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
 REFUSED = [
     ("graph", "cuda_graph renews input"), ("odd", "input 'w' does not begin at a multiple of 16 bytes"),
     ("strided", "input 'w' is not contiguous"), ("read-only", "input 'w' is renewed in place: pass a writeable"),
-    ("shared", "share memory: pass a copy of one"), ("half", "'m' is not on the device"),
+    ("shared", "share memory: pass a copy of one"), ("host, shared", "share memory: pass a copy of one"),
+    ("half", "'m' is not on the device"),
 ]  # fmt: skip
 
 

@@ -331,3 +331,30 @@ def test_an_empty_state_is_renewed_beside_others():
     model = model_of(nodes, shapes, {"new.e": [0], "new.w": [64, 64], "loss": []})
     loop = Loop(model, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
     assert [loop.step(), loop.step()] == [0, -64 * 64]
+
+
+def with_a_rate():
+    nodes = [
+        helper.make_node("Mul", ["w", "rate"], ["step"]), helper.make_node("Sub", ["w", "step"], ["new.w"]),
+        helper.make_node("ReduceSum", ["new.w"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    model = model_of(nodes, {"w": [64], "rate": []}, {"new.w": [64], "loss": []}, {})
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "rate"))
+    return model
+
+
+def test_a_state_with_or_without_what_has_a_default_is_gone_on_from(tmp_path):
+    start = {"w": np.ones(64, np.float32)}
+    fed, plain = Loop(with_a_rate(), start), Loop(with_a_rate(), start)
+    fed.step({"rate": np.float32(0.25)})
+    fed.save(tmp_path / "fed")
+    plain.step()
+    plain.save(tmp_path / "plain")
+    with_it, without = fed.state(), plain.state()
+    assert (sorted(with_it), sorted(without)) == (["rate", "w"], ["w"])
+    for go_on in (lambda loop, name, state: loop.load(tmp_path / name), lambda loop, name, state: loop.restore(state)):
+        for loop in (Loop(with_a_rate(), start), Loop(with_a_rate(), start | {"rate": np.float32(0.125)})):
+            go_on(loop, "fed", with_it)
+            assert loop.step() == 64 * 0.75 * 0.75
+            go_on(loop, "plain", without)
+            assert loop.step() == 64 * 0.5 * 0.5

@@ -65,6 +65,8 @@ def _train(books: Books, path: str, how: str) -> dict[str, Any]:
             held["w"] = Held(arrays["w"], data=(held["w"].block.address, True))
         elif how == "shared":
             held["m"] = held["w"]
+        elif how == "host, shared":
+            session.run(arrays | {"m": arrays["w"]})
         elif how == "half":
             held["m"] = arrays["m"]
         same = False
