@@ -44,7 +44,9 @@ STEPS = "distributed.steps"
 """Entry of a checkpoint with the number of steps."""
 
 _SEED = "seed"
-"""Input that gets a different number on every rank and in every step."""
+"""Input that gets a different number on every rank, in every step and for every batch of it."""
+
+_STEPS_BITS = 24  # of that number; those above count a rank's batches in a step
 
 
 @dataclass(slots=True)
@@ -233,8 +235,8 @@ class DataParallel:
             self._feed(batch, given)
             memory.step[WEIGHT][...] = weight
             if self._settings.seed is not None and _SEED in memory.step:
-                draw = (self.steps * self.ranks + self.rank) * len(batches) + number
-                memory.step[_SEED][...] = self._settings.seed + draw
+                draw = self.steps * self.ranks + self.rank + (number << _STEPS_BITS)
+                memory.step[_SEED][...] = (self._settings.seed + draw) & np.iinfo(memory.step[_SEED].dtype).max
             with self._session.lock:
                 self._session.execute(memory.step)
                 made = self._session.results(copy=False)

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onnx_remat
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.findings.check import check
 from onnx_remat.ir.expand import expand
 from onnx_remat.measure import processes
 from onnx_remat.ort.executed import as_executed
@@ -707,6 +708,7 @@ def test_collective_ops_are_planned_around_and_never_cloned():
     result = onnx_remat.rewrite_model(collective(), "70%", effort=0.3, run_by="session", verify="none")
     assert "custom ops" in result.report.notes[0] and result.report.recomputed
     assert sum(n.op_type == "NcclAllReduce" for n in result.model.graph.node) == LAYERS
+    assert check(result.model, run=False).kept
 
 
 def odd_feeds(model: onnx.ModelProto) -> dict[str, np.ndarray]:
