@@ -114,7 +114,7 @@ def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
         padding = [(0, 0)] * len(padding)
     turn = "Neg" if x.dtype.kind not in "iu" else "BitwiseNot"  # of integers, the least has no negative
     if name == "reduce_window_min":
-        x = low.elementwise(turn, x)
+        x, fill = low.elementwise(turn, x), low.array(_identity("reduce_window_max", x.dtype))
     window = _Window(low, x, fill, params["window_dimensions"], params["window_strides"], padding,
                      params["window_dilation"])  # fmt: skip
     if not name.endswith("sum"):

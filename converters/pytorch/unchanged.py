@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from onnx_remat.errors import UsageError
@@ -120,7 +121,8 @@ class Facts:
             yield f"parameter {name} was added since the step was made: {_NEW}"
 
     def _settings(self, now: Facts) -> Iterator[str]:
-        for which in (*now.hooked_optimizers, *now.hooked_parameters):
+        before = {*self.hooked_optimizers, *self.hooked_parameters}
+        for which in {*now.hooked_optimizers, *now.hooked_parameters} - before:
             yield f"{which} has hooks since the step was made, which a graph cannot call: remove them"
         for setting in sorted(self.constants.keys() | now.constants.keys()):
             before, after = (facts.constants.get(setting, "missing") for facts in (self, now))
@@ -134,6 +136,6 @@ class Facts:
 
 def _value(setting: Any) -> Any:
     """Return a copy that compares by value."""
-    if isinstance(setting, torch.Tensor):
+    if isinstance(setting, torch.Tensor | np.ndarray):
         return setting.tolist()
     return tuple(map(_value, setting)) if isinstance(setting, list | tuple) else setting

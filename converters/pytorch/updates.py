@@ -58,12 +58,14 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
             f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
             "cannot; take another optimizer, or export without one and update the parameters yourself"
         )
-    _check_own(optimizer)
     own = {name: parameter.detach() for name, parameter in owned(optimizer, parameters).items()}
     known = {name: optimizer.state.get(parameters[name]) or {} for name in own}
     new = {name: value for name, value in own.items() if not known[name]}
     try:
+        _check_own(optimizer, parameters)
         from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
+    except ConversionError:
+        raise
     except Exception as error:  # SparseAdam wants sparse gradients, SAM a closure
         raise ConversionError(
             f"the step of optimizer {kind} cannot be traced ({first_line(error)}): export without an optimizer and "
@@ -86,16 +88,36 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
     return made
 
 
-def _check_own(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConversionError where a step would work on parameters that a copy of the optimizer does not have."""
+def _check_own(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConversionError where a step works on parameters that a copy of the optimizer does not have.
+
+    An optimizer in it has them; a list of them may be for other purposes, so that a step on copies shows it.
+    """
     inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, value in vars(optimizer).items():
         leaves = pytree.tree_leaves(value) if name not in ("param_groups", "state") else []
-        if any(isinstance(leaf, torch.optim.Optimizer) or id(leaf) in inside for leaf in leaves):
+        has_own = any(id(leaf) in inside for leaf in leaves) and not _moves(optimizer, parameters)
+        if has_own or any(isinstance(leaf, torch.optim.Optimizer) for leaf in leaves):
             raise ConversionError(
                 f"the step of optimizer {type(optimizer).__qualname__} works by self.{name}, not by its param_groups, "
                 "and would change no copy of the parameters: give the optimizer in it, or export without one"
             )
+
+
+def _moves(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a step of a copy of the optimizer changes copies of its parameters, or keeps state of them."""
+    mine = owned(optimizer, parameters)
+    copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in mine.items()}
+    kept = {name: parameter.grad for name, parameter in mine.items()}
+    for name, copy in copies.items():
+        copy.grad, mine[name].grad = torch.ones_like(copy), None  # a step must not move the user's own
+    other = twin(optimizer, parameters, copies, {}, APART)
+    try:
+        step(other)
+    finally:
+        for name, gradient in kept.items():
+            mine[name].grad = gradient
+    return bool(other.state) or any(not torch.equal(copies[name], mine[name]) for name in copies)
 
 
 def _check_constant(optimizer: torch.optim.Optimizer, name: str, slot: str, value: Any, known: bool) -> None:

@@ -142,7 +142,7 @@ class DataParallel:
         shards = self.parts.shards if zero else ()
         self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
         self._unfed = self._memory.adopt(state, fed={WEIGHT, _SEED})
-        own = {*renewed, *self._memory.step}
+        own = {*renewed, *(name for shard in shards for name in shard.pieces)}
         self._fed = {n: kind for n, kind in kinds.items() if n not in own and not n.startswith(GRADIENT)}
 
     # Opening
@@ -287,7 +287,8 @@ class DataParallel:
     def _exchange(self, loss: float, weight: float, has_batch: bool) -> float:
         """Average gradients over all batches of all ranks and clip them; return the mean loss.
 
-        Gradients that are sent in half precision are divided by the weights before, so that they do not overflow.
+        Gradients that are sent in another precision are divided by the mean weight of a rank before, so that their sums
+        are of the size of a gradient.
         """
         settings, sums = self._settings, self._memory.sums
         loss, weight, fed = self._ranks.totals(loss, weight, float(has_batch))
@@ -297,7 +298,7 @@ class DataParallel:
             self._share_fed(self._ranks.least(self.rank if has_batch else self.ranks))
         divided = bool(settings.wire)
         for each in sums if divided else ():
-            collectives.scale(each, 1 / weight)
+            collectives.scale(each, self.ranks / weight)
         waiting: list[Callable[[], None]] = []
         for each in sums:
             if settings.zero:
@@ -307,7 +308,8 @@ class DataParallel:
         for wait in waiting:
             wait()
         mine = self._memory.shares(sums)
-        factor, of_norm = (1.0, 1.0) if divided else (1 / weight, weight)
+        of_norm = float(self.ranks) if divided else weight
+        factor = 1 / of_norm
         if settings.clip_norm is not None:
             squares = sum(map(collectives.square_sum, mine))
             squares = self._ranks.totals(squares)[0] if settings.zero else squares

@@ -66,7 +66,8 @@ class InPlaceRunner:
         self._trained = {*renewed.values(), *self._gradients.values()}
         if not copy:
             _check_trainable(self._arrays, self._trained)
-        self.optional = frozenset(session.defaults)
+        kept = renewals((a.name for a in session.inputs), outputs) | dict(session.renewals) | gradients(outputs)
+        self.optional = frozenset(session.defaults) - {*kept.values()}
 
     def empty(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only array of an input's type and shape."""

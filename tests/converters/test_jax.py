@@ -245,6 +245,8 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
     "order of bools": (lambda v: (v < 3) < (v > 1), WHOLE),
     "least of bytes": (lambda v: lax.reduce_window(v, np.uint8(255), lax.min, (2,), (1,), "VALID"),
                        np.array([0, 1, 255, 255, 3], np.uint8)),
+    "least of padding": (lambda v: lax.reduce_window(v, np.uint8(255), lax.min, (2,), (1,), [(2, 0)]),
+                         np.array([4, 1, 255, 3], np.uint8)),
     "angles": (lambda v: jnp.arctan2(v[:, None], v[None]), np.array([-np.inf, -1, 0, 2, np.inf], np.float32)),
     "rounded": (lax.round, np.array([0.49999997, -0.5, 1.5, -2.4], np.float32)),
     "inner product": (lambda v: jnp.einsum("ij,ij->", v, v + 1), random(3, 3)),

@@ -352,8 +352,22 @@ class Lookahead(torch.optim.Optimizer):
         self.base.step()
 
 
-class Listing(torch.optim.SGD):
-    """Keeps its parameters in a list of its own."""
+class Listing(torch.optim.Optimizer):
+    """Steps by a list of its own."""
+
+    def __init__(self, parameters):
+        self.ps = list(parameters)
+        super().__init__(self.ps, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.ps:
+            if parameter.grad is not None:
+                parameter.sub_(self.param_groups[0]["lr"] * parameter.grad)
+
+
+class Logging(torch.optim.SGD):
+    """Keeps a list, but steps by its groups."""
 
     def __init__(self, parameters):
         self.ps = list(parameters)
@@ -379,6 +393,15 @@ def test_optimizers_that_would_move_no_copy_are_refused(make, message):
     model = nn.Linear(4, 4)
     with pytest.raises(ConversionError, match=message):
         export_training_step(model, (torch.randn(3, 4), torch.randn(3, 4)), mse, make(model.parameters()))
+
+
+def test_an_optimizer_that_keeps_a_list_beside_its_groups_is_followed():
+    model = nn.Linear(4, 4)
+    (model(torch.randn(3, 4)).sum()).backward()
+    before = copy.deepcopy(model.state_dict())
+    step = export_training_step(model, (torch.randn(3, 4), torch.randn(3, 4)), mse, Logging(model.parameters()))
+    assert "new.weight" in [value.name for value in step.graph.output]
+    torch.testing.assert_close(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -358,3 +358,13 @@ def test_a_state_with_or_without_what_has_a_default_is_gone_on_from(tmp_path):
             assert loop.step() == 64 * 0.75 * 0.75
             go_on(loop, "plain", without)
             assert loop.step() == 64 * 0.5 * 0.5
+
+
+def test_weights_with_a_default_are_state_all_the_same(tmp_path):
+    model = with_a_rate()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(64, np.float32), "w"))
+    start = {"w": np.ones(64, np.float32), "rate": np.float32(0.5)}
+    loop = Loop(model, start)
+    with pytest.raises(UsageError, match="no value for input 'w'"):
+        loop.restore({"rate": np.float32(0.25)})
+    assert loop.step() == 32
