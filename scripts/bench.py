@@ -16,6 +16,7 @@ import argparse
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -97,8 +98,15 @@ def measured(module: ModuleType, items: Sequence[str], given: Mapping[str, Any],
     return found
 
 
+_UNUSUAL = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+"""Variables that make matrix products slower than they are for a user, as they choose kernels of another processor."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, save."""
+    """Measure, print, save; without variables that a user does not have."""
+    for name in _UNUSUAL:
+        if value := os.environ.pop(name, ""):
+            print(f"without {name}={value}", file=sys.stderr)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", nargs="?", choices=names(), metavar="TABLE")
     parser.add_argument("--list", action="store_true", help="print every table's name, and what it shows")
