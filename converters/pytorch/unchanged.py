@@ -122,7 +122,7 @@ class Facts:
 
     def _settings(self, now: Facts) -> Iterator[str]:
         before = {*self.hooked_optimizers, *self.hooked_parameters}
-        for which in {*now.hooked_optimizers, *now.hooked_parameters} - before:
+        for which in sorted({*now.hooked_optimizers, *now.hooked_parameters} - before):
             yield f"{which} has hooks since the step was made, which a graph cannot call: remove them"
         for setting in sorted(self.constants.keys() | now.constants.keys()):
             before, after = (facts.constants.get(setting, "missing") for facts in (self, now))
