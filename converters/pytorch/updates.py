@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
         a number.
     """
     kind = type(optimizer).__qualname__
-    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    closure = inspect.signature(_own(optimizer)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConversionError(
             f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
@@ -157,8 +158,8 @@ def _check_zeros(
 ) -> None:
     """Raise ConversionError unless a step from `state` equals the optimizer's first step, on random gradients."""
     made = []
-    still = any(group.get("lr") == 0 for group in optimizer.param_groups)  # a warm-up begins so, and nothing moves
-    settings = {**APART, "lr": 0.01} if still else APART
+    has_rates = all(isinstance(group.get("lr"), float | int | torch.Tensor) for group in optimizer.param_groups)
+    settings = {**APART, "lr": 0.01} if has_rates else APART  # a warm-up begins at a rate that moves nothing
     for pieces in ({}, {name: {k: v.clone() for k, v in state[name].items()} for name in values}):
         copies = {name: value.clone().requires_grad_() for name, value in values.items()}
         for name, copy in copies.items():
@@ -241,8 +242,35 @@ def twin(
 
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer's step without hooks and profiling."""
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
+    with torch.no_grad(), _unprofiled(type(optimizer)):
+        _own(optimizer)(optimizer)
+
+
+@contextmanager
+def _unprofiled(kind: Any) -> Iterator[None]:
+    """Take torch's profiling off the steps of a class and its bases, which ``super().step()`` calls."""
+    steps = {base: vars(base)["step"] for base in kind.__mro__ if hasattr(vars(base).get("step"), "hooked")}
+    profiled = {base: own for base, own in steps.items() if _is_of_torch(own)}
+    for base, own in profiled.items():
+        base.step = own.__wrapped__
+    try:
+        yield
+    finally:
+        for base, own in profiled.items():
+            base.step = own
+
+
+def _own(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return an optimizer's step without torch's wrappers; those of others may be part of the update."""
+    return inspect.unwrap(type(optimizer).step, stop=lambda function: not _is_of_torch(function))
+
+
+def _is_of_torch(function: Callable[..., Any]) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).is_relative_to(_TORCH)
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 def updated(

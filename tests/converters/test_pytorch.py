@@ -352,7 +352,7 @@ def test_refusals_say_why():
     refused("buffer table holds complex numbers.*view_as_real", whole, (x, y), F.cross_entropy)
     refused("input.1 holds complex numbers.*view_as_real", net(), (x, y * 1j), lambda o, t: o.mean() * t.real.mean())
     model = net()
-    for rate in (0.0, torch.tensor(0.0), 0.1):  # a warm-up begins at 0
+    for rate in (0.0, torch.tensor(0.0), 1e-12, 0.1):  # a warm-up begins at 0
         dampened = torch.optim.SGD(model.parameters(), rate, momentum=0.9, dampening=0.5)
         refused("SGD differs from all others .*take one step in torch", model, (x, y), F.cross_entropy, dampened)
     for kind, why in {torch.optim.LBFGS: "runs the model again", torch.optim.SparseAdam: "cannot be traced"}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import numpy as np
@@ -104,6 +105,27 @@ def test_an_optimizer_that_counts_with_python_numbers_goes_on_from_them():
     found = follow(Case(make))
     assert found.error < 2e-6
     assert float(found.loop.view("state.0.weight.step")) == 3 + STEPS
+
+
+def clamped(step):
+    @functools.wraps(step)
+    def within(self, closure=None):
+        step(self, closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.2, 0.2)
+
+    return within
+
+
+class Clamped(torch.optim.SGD):
+    @clamped
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_decorator_around_the_users_step_is_part_of_the_update():
+    assert follow(Case(lambda parameters: Clamped(parameters, 0.05))).error < 2e-6
 
 
 def test_frozen_and_tied_parameters():
