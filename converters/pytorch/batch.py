@@ -41,17 +41,28 @@ class Batch:
 
     @staticmethod
     def of(example_inputs: Any) -> Batch:
-        """Return the batch of a tensor, a sequence of positional arguments, or a mapping of keyword arguments."""
+        """Return the batch of a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+
+        Raises
+        ------
+        ConversionError
+            It has an entry with tensors that are no inputs, or one that a step would have to differentiate.
+        """
         if isinstance(example_inputs, Mapping):
-            structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
+            structure: tuple[tuple[Any, ...], dict[str, Any]] = (
+                (),
+                {key: _plain(v) for key, v in example_inputs.items()},
+            )
         elif isinstance(example_inputs, torch.Tensor):
             structure = ((example_inputs,), {})
         elif not isinstance(example_inputs, Iterable):
             kind = type(example_inputs).__name__
             raise ConversionError(f"the batch is a {kind}: give a tensor, a sequence or a mapping of them")
         else:
-            structure = (tuple(example_inputs), {})
+            structure = (tuple(map(_plain, example_inputs)), {})
         found, spec = pytree.tree_flatten_with_path(structure)
+        for path, leaf in found:
+            _check_leaf(_path(path), leaf)
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
         keys = tuple(example_inputs) if isinstance(example_inputs, Mapping) else ()
@@ -186,6 +197,32 @@ def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
 
 
 _TENSOR = object()
+
+
+def _plain(value: Any) -> Any:
+    """Return nested mappings as dicts.
+
+    A mapping of a type that pytree does not know, such as a BatchEncoding, would be one constant of the step.
+    """
+    if isinstance(value, Mapping) and (type(value) is dict or type(value) not in pytree.SUPPORTED_NODES):
+        return {key: _plain(each) for key, each in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if isinstance(leaf, torch.Tensor):
+        if leaf.requires_grad and torch.is_grad_enabled():
+            raise ConversionError(
+                f"{name} of the batch requires a gradient, which a step does not hand back: pass it detached, or make "
+                "what computed it a part of the model"
+            )
+        return
+    inside = vars(leaf).values() if hasattr(leaf, "__dict__") and not callable(leaf) else ()
+    if any(isinstance(each, torch.Tensor) for each in inside):
+        raise ConversionError(
+            f"{name} of the batch is a {type(leaf).__name__}, whose tensors would be constants of the step: give a "
+            "tuple, a list or a dict of them"
+        )
 
 
 def _path(path: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -121,6 +122,7 @@ class Budgeted:
         self._kept = {names.output(name): name for name in prepared.outputs}
         self.outputs: dict[str, torch.Tensor] = {}
         self._failed = ""
+        self._turn = threading.RLock()  # threads take their steps one after the other
 
     def __call__(self, batch: Any, *more: Any) -> StepLoss:
         """Train on one batch, of the structure of the example, and return the loss.
@@ -137,6 +139,10 @@ class Budgeted:
             raise UsageError(
                 f"a step takes one batch, not {1 + len(more)} arguments: pass one tuple, like the example batch"
             )
+        with self._turn:
+            return self._train(batch)
+
+    def _train(self, batch: Any) -> StepLoss:
         if self._failed:
             raise UsageError(f"this step is no longer usable ({self._failed}): load the state and make a new one")
         parameters = dict(self._model.named_parameters())
@@ -195,10 +201,11 @@ class Budgeted:
 
     def close(self) -> None:
         """Free all memory except that of the module and the optimizer."""
-        self._sessions.close()
-        self._written.folder.cleanup()
-        self._arrays, self._bound, self._outside = {}, {}, {}
-        self._failed = "closed"
+        with self._turn:
+            self._sessions.close()
+            self._written.folder.cleanup()
+            self._arrays, self._bound, self._outside = {}, {}, {}
+            self._failed = "closed"
 
     def __enter__(self) -> Budgeted:
         return self

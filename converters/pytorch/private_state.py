@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
 
-__all__ = ["gradient_hooks", "hooks_left_out", "pytree"]
+__all__ = ["gradient_hooks", "hooks_left_out", "module_hooks", "pytree"]
 
 
 def gradient_hooks(parameter: torch.Tensor) -> tuple[Callable[..., Any], ...]:
@@ -21,4 +22,13 @@ def hooks_left_out(owner: torch.Tensor | torch.optim.Optimizer) -> bool:
     step."""
     of_parameter = ("_post_accumulate_grad_hooks",)
     of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return any(getattr(owner, n, None) for n in (of_parameter if isinstance(owner, torch.Tensor) else of_optimizer))
+    if isinstance(owner, torch.Tensor):
+        return any(getattr(owner, n, None) for n in of_parameter)
+    of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    return any(getattr(owner, n, None) for n in of_optimizer) or any(of_all)
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks around a module's forward and backward pass, in order."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return tuple(hook for kind in kinds for hook in getattr(module, kind).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from onnx_remat.errors import UsageError
 
-from .private_state import gradient_hooks, hooks_left_out
+from .private_state import gradient_hooks, hooks_left_out, module_hooks
 
 SettingPlace: TypeAlias = tuple[int, int, str]
 """Place of a setting: index of the optimizer, index of the group, and key."""
@@ -41,6 +41,12 @@ class Facts:
         Settings that are constants of the step.
     hooked_optimizers, hooked_parameters : tuple of str
         Those with hooks that a graph cannot call.
+    around : mapping of str to tuple
+        Hooks around the passes of each module that has any, by path.
+    buffers : frozenset of str
+        Names of the module's buffers.
+    autocast : torch.dtype or None
+        The type of autocast around the step, None without.
     """
 
     modules: Mapping[str, tuple[torch.nn.Module, bool]]
@@ -50,6 +56,9 @@ class Facts:
     constants: Mapping[SettingPlace, Any]
     hooked_optimizers: tuple[str, ...] = ()
     hooked_parameters: tuple[str, ...] = ()
+    around: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    autocast: torch.dtype | None = None
 
     @staticmethod
     def of(
@@ -75,6 +84,9 @@ class Facts:
             },
             tuple(type(user).__qualname__ for user in optimizers if hooks_left_out(user)),
             tuple(name for name, parameter in parameters.items() if hooks_left_out(parameter)),
+            {path: hooks for path, module in model.named_modules() if (hooks := module_hooks(module))},
+            frozenset(name for name, _ in model.named_buffers()),
+            _autocast(next(iter(parameters.values())).device.type if parameters else "cpu"),
         )
 
     def check(self, now: Facts) -> None:
@@ -101,6 +113,15 @@ class Facts:
                     )
         for path in sorted(now.modules.keys() - self.modules.keys()):
             yield f"module {path!r} was added since the step was made: {_NEW}"
+        for path in sorted(self.around.keys() | now.around.keys()):
+            if self.around.get(path) != now.around.get(path):
+                which = f"module {path!r}" if path else "the module"
+                yield f"the hooks on {which} are others than when the step was made: {_NEW}"
+        for name in sorted(now.buffers - self.buffers):
+            yield f"buffer {name} was added since the step was made: {_NEW}"
+        if now.autocast != self.autocast:
+            before, after = (each or "off" for each in (self.autocast, now.autocast))
+            yield f"autocast around the step is {after}, and was {before} when it was made: call it so, or {_NEW}"
 
     def _parameters(self, now: Facts) -> Iterator[str]:
         for name, place in self.places.items():
@@ -132,6 +153,10 @@ class Facts:
                     f"the optimizer's {key} (group {group}) changed from {before} to {after}: it is a constant of the "
                     "step; only lr may change (for OneCycleLR: cycle_momentum=False)"
                 )
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _value(setting: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ import torch
 from onnx_remat.converters.pytorch import budgeted, sizes
 from onnx_remat.converters.pytorch.unchanged import Facts
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from onnx_remat.errors import BudgetInfeasibleError, ConversionError, UsageError
 from onnx_remat.measure import training_memory
@@ -419,6 +422,9 @@ CHANGES = {
     "SGD has hooks since": lambda _, optimizer: optimizer.register_step_post_hook(lambda *_: None),
     "lr_scale .* from 0.5 to 0": lambda _, optimizer: optimizer.param_groups[0].update(lr_scale=0.0),
     "hooks on parameter 0.bias": lambda model, _: model[0].bias.register_hook(lambda gradient: 0 * gradient),
+    "hooks on module '0' are others": lambda model, _: model[0].register_forward_hook(lambda *given: 2 * given[2]),
+    "hooks on the module are others": lambda model, _: model.register_full_backward_pre_hook(lambda *_: None),
+    "buffer 0.mask was added": lambda model, _: model[0].register_buffer("mask", torch.ones(6)),
 }  # fmt: skip
 
 
@@ -437,6 +443,82 @@ def test_changes_that_a_step_cannot_follow_are_refused(match):
     CHANGES[match](model, optimizer)
     with pytest.raises(UsageError, match=match):
         before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
+
+
+def test_autocast_around_the_step_stays_as_it_was():
+    model, optimizer = changing()
+    without = Facts.of(model, (optimizer,), {(0, 0, "lr")})
+    with torch.autocast("cpu", torch.bfloat16):
+        within = Facts.of(model, (optimizer,), {(0, 0, "lr")})
+    with pytest.raises(UsageError, match=r"around the step is torch\.bfloat16, and was off when it was made"):
+        without.check(within)
+    with pytest.raises(UsageError, match=r"around the step is off, and was torch\.bfloat16"):
+        within.check(without)
+
+
+def test_hooks_on_all_optimizers_are_noticed():
+    model, optimizer = changing()
+    before = Facts.of(model, (optimizer,), {(0, 0, "lr")})
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(UsageError, match="SGD has hooks since"):
+            before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
+    finally:
+        hook.remove()
+
+
+class Encoding(collections.UserDict):
+    """As transformers' BatchEncoding, which is no dict, and no structure that torch knows."""
+
+
+class OfEncoding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, given):
+        return self.layer(given["x"])
+
+
+def test_tensors_in_a_mapping_of_its_own_type_are_inputs():
+    ours, batches = OfEncoding(), [(Encoding(x=torch.randn(8, 6)), torch.randn(8, 2)) for _ in range(3)]
+    theirs = copy.deepcopy(ours)
+    mine, other = (torch.optim.SGD(each.parameters(), 0.1) for each in (ours, theirs))
+    step = budgeted(ours, nn.functional.mse_loss, mine, batches[0])
+    for batch in batches:
+        step(batch)
+        in_torch(theirs, other, batch)
+    close(ours, theirs)
+
+
+class Boxed:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_batches_that_a_step_cannot_take_apart_or_differentiate_are_refused():
+    model = OfEncoding()
+    optimizer, y = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 2)
+    with pytest.raises(ConversionError, match=r"input.0 of the batch is a Boxed, whose tensors would be constants"):
+        budgeted(model, nn.functional.mse_loss, optimizer, (Boxed(torch.randn(8, 6)), y))
+    made = nn.Linear(6, 6)(torch.randn(8, 6))
+    with pytest.raises(ConversionError, match=r"input.0.x of the batch requires a gradient.*pass it detached"):
+        budgeted(model, nn.functional.mse_loss, optimizer, ({"x": made}, y))
+    step = budgeted(model, nn.functional.mse_loss, optimizer, ({"x": made.detach()}, y))
+    with pytest.raises(ConversionError, match="requires a gradient"):
+        step(({"x": made}, y))
+    with torch.no_grad():
+        step(({"x": nn.Linear(6, 6)(torch.randn(8, 6))}, y))
+
+
+def test_threads_take_their_steps_one_after_the_other():
+    model = nn.Linear(6, 2)
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    step = budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.1), batch)
+    with ThreadPoolExecutor(4) as pool:
+        losses = [float(loss) for loss in pool.map(step, [batch] * 40)]
+    assert len(set(losses)) == 40
+    assert float(step(batch)) < min(losses)
 
 
 def test_a_step_that_was_made_in_eval_mode_says_so_in_train_mode():
