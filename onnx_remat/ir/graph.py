@@ -16,7 +16,7 @@ from onnx_remat.ir.body import bodies, defined_in
 from onnx_remat.ir.expand import Ops, expand
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
-from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opsets_of
+from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, one_name_for_the_standard, opsets_of
 
 _Rule = ParamSpec("_Rule")
 _Result = TypeVar("_Result")
@@ -147,8 +147,7 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
         outputs, no opset import.
     """
     _check_opsets(model)
-    if any(entry.domain == "ai.onnx" for entry in (*model.opset_import, *model.graph.node)):
-        model = _one_name_for_the_standard(model)
+    model = one_name_for_the_standard(model)
     if model.functions:
         model = _inlined(model)
     model, expanded = expand(model, replaced)
@@ -236,16 +235,6 @@ def _check_opsets(model: onnx.ModelProto) -> None:
             raise ModelError(f"the model imports two versions of opset {domain or 'ai.onnx'!r}")
         if domain == STANDARD and not 1 <= opset.version <= newest:
             raise ModelError(f"the model uses opset {opset.version}: the installed onnx package knows 1 to {newest}")
-
-
-def _one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which the standard domain is always "": onnx's own inference rejects the alias "ai.onnx"."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    for entry in (*copy.opset_import, *copy.graph.node):
-        if entry.domain == "ai.onnx":
-            entry.domain = ""
-    return copy
 
 
 def _check_op(node: onnx.NodeProto, where: str, versions: Mapping[str, int]) -> None:

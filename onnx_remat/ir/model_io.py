@@ -14,6 +14,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import external_data, large_files
 from onnx_remat.ir.body import out_of_body
 from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.opsets import one_name_for_the_standard
 
 INLINE_LIMIT = 1024
 """Bytes of initializers whose contents analyses see, as they may determine shapes; of larger ones only the type."""
@@ -76,7 +77,7 @@ def _checked(loaded: Source) -> Source:
     if loaded.folder is not None:
         external_data.read_small(loaded.model, loaded.folder, INLINE_LIMIT)
     step = out_of_body(loaded.model)
-    return replace(loaded, model=step, in_body=step is not loaded.model, data=data)
+    return replace(loaded, model=one_name_for_the_standard(step), in_body=step is not loaded.model, data=data)
 
 
 def name_of(given: Model) -> str:

@@ -36,3 +36,22 @@ def opset_of(model: onnx.ModelProto, domain: str = STANDARD) -> int:
     (20, 0)
     """
     return next((o.version for o in model.opset_import if canonical(o.domain) == canonical(domain)), 0)
+
+
+def one_name_for_the_standard(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with the standard domain always "": onnx's own inference rejects the alias "ai.onnx".
+
+    Where it has the alias, the result is a copy. ONNX Runtime refuses the alias in functions and bodies itself.
+
+    >>> aliased = onnx.helper.make_node("Exp", ["x"], ["y"], domain="ai.onnx")
+    >>> made = one_name_for_the_standard(onnx.ModelProto(graph=onnx.GraphProto(node=[aliased])))
+    >>> made.graph.node[0].domain
+    ''
+    """
+    if all(entry.domain != "ai.onnx" for entry in (*model.opset_import, *model.graph.node)):
+        return model
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for entry in (*copy.opset_import, *copy.graph.node):
+        entry.domain = canonical(entry.domain)
+    return copy

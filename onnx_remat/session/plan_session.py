@@ -248,6 +248,12 @@ def check_openable(model: onnx.ModelProto) -> None:
         kind = value.type
         if not kind.HasField("tensor_type") or kind.tensor_type.elem_type == TensorProto.STRING:
             raise ModelError(f"a session cannot open this model: {value.name!r} is not a tensor of numbers")
+        number = kind.tensor_type.elem_type
+        if number and number not in NUMPY and number not in BY_BITS:
+            name = TensorProto.DataType.Name(number)
+            raise ModelError(
+                f"a session cannot open this model: {value.name!r} is of {name}, which numpy lacks: cast it"
+            )
 
 
 def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> SlabLayout:

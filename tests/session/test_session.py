@@ -237,6 +237,27 @@ def test_strings_cannot_be_fed():
         Session(model_of([make("Identity", ["words"], ["same"])], {"words": words}, {"same": words}))
 
 
+@pytest.mark.parametrize(("kind", "name"), [(TensorProto.INT4, "INT4"), (TensorProto.UINT4, "UINT4")])
+def test_types_that_numpy_lacks_are_refused_before_anything_runs(kind, name):
+    nodes = [make("DequantizeLinear", ["q", "scale"], ["w"]), make("Mul", ["w", "w"], ["y"])]
+    inputs = {"q": (kind, [8, 8]), "scale": (TensorProto.FLOAT, [])}
+    model = model_of(nodes, inputs, {"y": (TensorProto.FLOAT, [8, 8])})
+    model.opset_import[0].version, model.ir_version = 21, 10
+    with pytest.raises(ModelError, match=f"'q' is of {name}, which numpy lacks"):
+        Session(model)
+
+
+def test_the_written_out_name_of_the_standard_domain():
+    """Where the model imports it by its short name."""
+    nodes = [make("Exp", ["x"], ["a"]), make("Tanh", ["a"], ["y"])]
+    for node in nodes:
+        node.domain = "ai.onnx"
+    model = model_of(nodes, {"x": N}, {"y": N})
+    feeds = feeds_for(model)
+    with Session(model) as session:
+        assert_same(session.run(feeds), outputs_of(model, feeds))
+
+
 def test_symbolic_dimensions_are_bound_at_opening():
     model = mlp(layers=2, width=64, dims="batch")
     with pytest.raises(UsageError, match=r"not bound: pass dims=\{'batch': SIZE\}"):
