@@ -46,21 +46,18 @@ class Batch:
         Raises
         ------
         ConversionError
-            It has an entry with tensors that are no inputs, or one that a step would have to differentiate.
+            An entry requires a gradient, or holds tensors in an object of another kind.
         """
         if isinstance(example_inputs, Mapping):
-            structure: tuple[tuple[Any, ...], dict[str, Any]] = (
-                (),
-                {key: _plain(v) for key, v in example_inputs.items()},
-            )
+            structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
         elif isinstance(example_inputs, torch.Tensor):
             structure = ((example_inputs,), {})
         elif not isinstance(example_inputs, Iterable):
             kind = type(example_inputs).__name__
             raise ConversionError(f"the batch is a {kind}: give a tensor, a sequence or a mapping of them")
         else:
-            structure = (tuple(map(_plain, example_inputs)), {})
-        found, spec = pytree.tree_flatten_with_path(structure)
+            structure = (tuple(example_inputs), {})
+        found, spec = pytree.tree_flatten_with_path(_plain(structure))
         for path, leaf in found:
             _check_leaf(_path(path), leaf)
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
@@ -200,9 +197,9 @@ _TENSOR = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return nested mappings as dicts.
+    """Return a structure with dicts in place of mappings that pytree does not know.
 
-    A mapping of a type that pytree does not know, such as a BatchEncoding, would be one constant of the step.
+    Such a mapping, a BatchEncoding for example, would be one constant of the step.
     """
     if isinstance(value, Mapping) and (type(value) is dict or type(value) not in pytree.SUPPORTED_NODES):
         return {key: _plain(each) for key, each in value.items()}
@@ -210,6 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
+    """Raise ConversionError for a tensor that requires a gradient, or an object that has tensors as attributes."""
     if isinstance(leaf, torch.Tensor):
         if leaf.requires_grad and torch.is_grad_enabled():
             raise ConversionError(

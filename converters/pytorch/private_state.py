@@ -20,12 +20,10 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[Callable[..., Any], ...]:
 def hooks_left_out(owner: torch.Tensor | torch.optim.Optimizer) -> bool:
     """Return whether there are hooks that a graph cannot call: on an accumulated gradient, or around an optimizer's
     step."""
-    of_parameter = ("_post_accumulate_grad_hooks",)
-    of_optimizer = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     if isinstance(owner, torch.Tensor):
-        return any(getattr(owner, n, None) for n in of_parameter)
-    of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    return any(getattr(owner, n, None) for n in of_optimizer) or any(of_all)
+        return bool(getattr(owner, "_post_accumulate_grad_hooks", None))
+    own = (getattr(owner, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def module_hooks(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,12 +41,12 @@ class Facts:
         Settings that are constants of the step.
     hooked_optimizers, hooked_parameters : tuple of str
         Those with hooks that a graph cannot call.
-    around : mapping of str to tuple
-        Hooks around the passes of each module that has any, by path.
+    module_hooks : mapping of str to tuple
+        Hooks on the forward and backward pass of each module that has any, by path.
     buffers : frozenset of str
         Names of the module's buffers.
     autocast : torch.dtype or None
-        The type of autocast around the step, None without.
+        The type of autocast around the step; None where it is off.
     """
 
     modules: Mapping[str, tuple[torch.nn.Module, bool]]
@@ -54,11 +54,11 @@ class Facts:
     places: Mapping[str, tuple[int, int]]
     hooks: Mapping[str, tuple[Any, ...]]
     constants: Mapping[SettingPlace, Any]
-    hooked_optimizers: tuple[str, ...] = ()
-    hooked_parameters: tuple[str, ...] = ()
-    around: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    buffers: frozenset[str] = frozenset()
-    autocast: torch.dtype | None = None
+    hooked_optimizers: tuple[str, ...]
+    hooked_parameters: tuple[str, ...]
+    module_hooks: Mapping[str, tuple[Any, ...]]
+    buffers: frozenset[str]
+    autocast: torch.dtype | None
 
     @staticmethod
     def of(
@@ -113,8 +113,8 @@ class Facts:
                     )
         for path in sorted(now.modules.keys() - self.modules.keys()):
             yield f"module {path!r} was added since the step was made: {_NEW}"
-        for path in sorted(self.around.keys() | now.around.keys()):
-            if self.around.get(path) != now.around.get(path):
+        for path in sorted(self.module_hooks.keys() | now.module_hooks.keys()):
+            if self.module_hooks.get(path) != now.module_hooks.get(path):
                 which = f"module {path!r}" if path else "the module"
                 yield f"the hooks on {which} are others than when the step was made: {_NEW}"
         for name in sorted(now.buffers - self.buffers):

@@ -252,7 +252,7 @@ def check_openable(model: onnx.ModelProto) -> None:
         if number and number not in NUMPY and number not in BY_BITS:
             name = TensorProto.DataType.Name(number)
             raise ModelError(
-                f"a session cannot open this model: {value.name!r} is of {name}, which numpy lacks: cast it"
+                f"a session cannot open this model: {value.name!r} is of {name}, which numpy lacks: use another type"
             )
 
 
