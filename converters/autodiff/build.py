@@ -110,11 +110,11 @@ def add_backward(
     inputs = {str(value.name): value for value in graph.inputs}
     batch = [value for name, value in inputs.items() if name not in {*parameter_names, *buffer_names}]
     tape = Tape(graph)
-    unroll(tape, graph)
+    unroll(tape, graph, [inputs[name] for name in parameter_names])
     into_gemm(tape, graph)
     with tape.labelled("forward"):
         scalar, targets = _loss(tape, graph, loss)
-    kept = {name: value for name in keep for value in graph.outputs if value.name == name}
+    kept = _kept(graph, scalar, keep)
     graph.outputs[:] = [scalar]
     after = prepare.use_batch_statistics(tape, graph)
     parameters = [inputs[name] for name in parameter_names]
@@ -125,11 +125,12 @@ def add_backward(
         gradients = [tape.expand(adjoints[p], dims_of(p)) for p in parameters]
     statistics = {names.new(str(b.name)): v for b, v in after.items() if b.is_graph_input()}
     graph.inputs[:] = [*parameters, *(inputs[n] for n in buffer_names), *batch, *targets]
-    _set_outputs(
-        tape, graph,
-        {names.LOSS: graph.outputs[0]}
-        | {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)} | statistics | kept,
-    )  # fmt: skip
+    made = {names.LOSS: graph.outputs[0]}
+    made |= {names.gradient(str(p.name)): g for p, g in zip(parameters, gradients, strict=True)}
+    made |= statistics
+    if clash := next((name for name in kept if name in made), None):
+        raise ConversionError(f"keep: an output of the step is called {clash!r}, too: rename it in the forward model")
+    _set_outputs(tape, graph, made | kept)
     order.DIFFERENTIATED.run(model)
     plain = _finished(model)
     given = [*(value.name for value in plain.graph.input), *parameter_names]
@@ -143,6 +144,15 @@ def add_backward(
     if found is not None:
         finite_differences.record(plain, found)
     return plain
+
+
+def _kept(graph: ir.Graph, loss: ir.Value, keep: Sequence[str]) -> dict[str, ir.Value]:
+    """Return the outputs to keep, the loss left out; raise ConversionError where the model has none of a name."""
+    outputs = {str(value.name): value for value in graph.outputs}
+    for name in keep:
+        if name not in outputs:
+            raise ConversionError(f"keep: the model has no output {name!r}{did_you_mean(name, outputs)}")
+    return {name: outputs[name] for name in keep if outputs[name] is not loss}
 
 
 def _check_names(

@@ -18,7 +18,7 @@ from onnx_remat.errors import ConversionError, ModelError, did_you_mean
 from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.model_io import without_weights
-from onnx_remat.ir.opsets import canonical, opset_of
+from onnx_remat.ir.opsets import one_name_for_the_standard, opset_of
 from onnx_remat.messages import first_line
 from onnx_remat.ort import runtime
 
@@ -35,7 +35,10 @@ OLDEST, UPGRADED = 18, 20
 Source = str | os.PathLike[str] | onnx.ModelProto
 
 _MASK = -1e4  # an initializer with a value at or below this is a mask, not a weight
-_CONTROLS = {"Resize": (1, 2), "Upsample": (1,), "Clip": (1, 2), "Dropout": (1, 2), "BatchNormalization": (3, 4)}
+_CONTROLS = {
+    "Resize": (1, 2), "Upsample": (1,), "Clip": (1, 2), "Dropout": (1, 2), "BatchNormalization": (3, 4),
+    "OneHot": (1, 2), "Range": (0, 1, 2),
+}  # fmt: skip
 _ARITHMETIC = ("Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Equal", "Greater", "Less", "Mod")
 
 
@@ -50,21 +53,19 @@ def load(source: Source) -> ir.Model:
         The file is invalid, or onnx cannot convert it.
     """
     try:
-        proto = source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source))
+        proto = one_name_for_the_standard(source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source)))
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
         for node in proto.graph.node:
             _check_known(node)
+        standard = opset_of(proto)
+        proto = _by_definition(proto, standard)
         _check(proto)
-        versions = {opset.domain: opset.version for opset in proto.opset_import}
-        standard = versions.get("", versions.get("ai.onnx", 0))
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
             if standard < _STATES_COORDINATES:
                 _state_coordinates(proto)
         model = ir.from_proto(_expanded(proto))
-        for domain in [each for each in model.opset_imports if each and not canonical(each)]:
-            model.opset_imports.setdefault("", model.opset_imports.pop(domain))
     except ConversionError:
         raise
     except OSError as error:
@@ -75,11 +76,55 @@ def load(source: Source) -> ir.Model:
         ) from error
     model.ir_version = max(model.ir_version, 9)  # IR versions before 4 require that weights are inputs
     passes.RemoveInitializersFromInputsPass()(model)
+    taken: set[str] = set()
     for index, node in enumerate(model.graph):
-        node.name = node.name or f"{node.op_type}.{index}"
+        if not node.name or node.name in taken:  # values that `into_training` adds are called after their nodes
+            node.name = f"{node.name or node.op_type}.{index}"
+        taken.add(node.name)
         node.metadata_props["phase"] = "forward"
         node.doc_string = None
     return model
+
+
+def _by_definition(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+    """Replace ops that have other definitions since, which onnx's converter does not know: Hardmax before opset 13
+    flattens its input, and GroupNormalization before 21 scales groups, not channels."""
+    definitions = {"Hardmax": _hardmax_of_rows} if 5 <= opset < 13 else {}
+    definitions |= {"GroupNormalization": _groups_normalized} if opset < 21 else {}
+    if all(node.op_type not in definitions or node.domain for node in proto.graph.node):
+        return proto
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    del made.graph.node[:]
+    for node in proto.graph.node:
+        define = None if node.domain else definitions.get(node.op_type)
+        made.graph.node.extend([node] if define is None else define(node))
+    return made
+
+
+def _hardmax_of_rows(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    axis = next((each.i for each in node.attribute if each.name == "axis"), 1)
+    flatten = onnx.helper.make_node("Flatten", node.input[:1], [f"{node.output[0]}.rows"], axis=axis)
+    return _between(node, flatten, onnx.helper.make_node("Hardmax", [], [], node.name, axis=1))
+
+
+def _groups_normalized(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    stated = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    to = f"{node.output[0]}.groups"
+    shape = np.asarray([0, stated.pop("num_groups"), -1])
+    target = onnx.helper.make_node("Constant", [], [to], value=onnx.numpy_helper.from_array(shape))
+    reshape = onnx.helper.make_node("Reshape", [node.input[0], to], [f"{node.output[0]}.rows"])
+    normalize = onnx.helper.make_node("InstanceNormalization", node.input[1:], [], node.name, **stated)
+    return [target, *_between(node, reshape, normalize)]
+
+
+def _between(node: onnx.NodeProto, before: onnx.NodeProto, op: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return nodes that apply `op` to the result of `before` and give the result the shape of the node's input."""
+    x, y = node.input[0], node.output[0]
+    op.input.insert(0, before.output[0])
+    op.output.append(f"{y}.made")
+    shape = onnx.helper.make_node("Shape", [x], [f"{y}.shape"])
+    return [before, op, shape, onnx.helper.make_node("Reshape", [op.output[0], shape.output[0]], [y])]
 
 
 _STATES_COORDINATES = 11
@@ -324,7 +369,9 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     return made
 
 
-_PRIMES = (10007, 20011)  # sizes that are unlikely as constants of a model
+_SIZES = ((10007, 1013), (20011, 1709))
+"""First size and step between sizes of the two inferences: no difference of two of them is a window or a padding of a
+model, nor are two differences equal."""
 
 
 def _name_sizes(model: ir.Model) -> None:
@@ -334,8 +381,8 @@ def _name_sizes(model: ir.Model) -> None:
     if all(isinstance(d, int) or d.value in names for v in values for d in v.shape or ()):
         return
     found: dict[tuple[str, int], str] = {}
-    for first in _PRIMES:
-        sizes = {name: first + 2 * i for i, name in enumerate(names)}
+    for first, step in _SIZES:
+        sizes = {name: first + step * i for i, name in enumerate(names)}
         light = without_weights(ir.to_proto(model))
         light.graph.ClearField("value_info")
         for value in (*light.graph.input, *light.graph.output):
@@ -366,6 +413,10 @@ def _unranked(proto: onnx.ModelProto) -> bool:
     return any(name not in known for node in proto.graph.node for name in node.output if name)
 
 
+_RATIO = 0.5
+"""Share of entries that a Dropout without a ratio drops."""
+
+
 def into_training(graph: ir.Graph) -> None:
     """Set every Dropout and every BatchNormalization to training mode, in place."""
     for node in graph:
@@ -374,6 +425,11 @@ def into_training(graph: ir.Graph) -> None:
             yes.shape, yes.type = ir.Shape([]), ir.TensorType(ir.DataType.BOOL)
             graph.register_initializer(yes)
             node.resize_inputs(3)
+            if node.inputs[1] is None:
+                ratio = ir.Value(name=f"{node.name}.ratio", const_value=ir.tensor(np.float32(_RATIO)))
+                ratio.shape, ratio.type = ir.Shape([]), ir.TensorType(ir.DataType.FLOAT)
+                graph.register_initializer(ratio)
+                node.replace_input_with(1, ratio)
             node.replace_input_with(2, yes)
             if len(node.outputs) < 2:
                 node.resize_outputs(2)
@@ -418,12 +474,15 @@ def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
         others = [i for i in range(len(x.shape)) if i != 1]
         momentum = node.attributes["momentum"].as_float() if "momentum" in node.attributes else 0.9
         with t.ahead_of(node):
+            if x.dtype is not None and x.dtype.bitwidth == 16:  # squares overflow in it
+                x = t.cast(x, ir.DataType.FLOAT)
             mean = t.reduce("ReduceMean", x, others)
             centred = t.sub(x, mean)
             variance = t.reduce("ReduceMean", t.mul(centred, centred), others, keepdims=False)
             mean = t.reshape(mean, tuple(mean_before.shape or ()))  # type: ignore[arg-type]
-        for slot, before, now in ((3, mean_before, mean), (4, variance_before, variance)):
+        for slot, before, found in ((3, mean_before, mean), (4, variance_before, variance)):
             with t.ahead_of(node):
+                now = t.cast(found, before.dtype or ir.DataType.FLOAT)
                 latest, share = updated.get(before), t.mul(now, 1 - momentum)
                 own = t.add(t.mul(before, momentum), share)
                 # Of a module that is called several times, each call goes on from the one before.

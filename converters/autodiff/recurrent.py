@@ -16,21 +16,25 @@ from onnx_remat.messages import Message, Setting
 from ..dims import Dims, dims
 from ..tape import Tape
 from ..values import replace
+from .registry import influenced
 
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 _ACTIVATIONS = {"RNN": ("Tanh",), "GRU": ("Sigmoid", "Tanh"), "LSTM": ("Sigmoid", "Tanh", "Tanh")}
 
 
-def unroll(t: Tape, graph: ir.Graph) -> None:
-    """Unroll every recurrent node, in place, by ONNX's definition; all sequences have the length of the input.
+def unroll(t: Tape, graph: ir.Graph, parameters: Sequence[ir.Value]) -> None:
+    """Unroll every recurrent node that depends on a parameter, in place, by ONNX's definition; all sequences have the
+    length of the input.
 
     Raises
     ------
     ConversionError
         The length is unknown, or the node uses an unsupported option.
     """
-    for node in list(graph):
-        if node.op_type in _GATES and not node.domain:
+    nodes = list(graph)
+    active = influenced(nodes, parameters)
+    for node in nodes:
+        if node.op_type in _GATES and not node.domain and any(v in active for v in node.outputs):
             with t.ahead_of(node):
                 _unroll(t, node)
             graph.remove(node, safe=True)
@@ -119,6 +123,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
     known = given == wanted or (node.op_type == "RNN" and all(name in ("Tanh", "Relu", "Sigmoid") for name in given))
     rare = {
         Message("its length must be known: fix it with {}", Setting("dims")): not isinstance(length, int),
+        "it has no attribute hidden_size": "hidden_size" not in options and (r is None or isinstance(dims(r)[2], str)),
         "sequences of different lengths are not supported": lengths is not None,
         "peepholes are not supported": peepholes is not None,
         "clipping is not supported": "clip" in options,
@@ -129,7 +134,7 @@ def _unroll(t: Tape, node: ir.Node) -> None:
     for why in (why for why, found in rare.items() if found):
         raise ConversionError("no gradient for {} node {!r}: {}", node.op_type, node.name, why)
     assert isinstance(length, int) and w is not None and r is not None
-    hidden, count = int(dims(r)[2]), _GATES[node.op_type]
+    hidden, count = int(options.get("hidden_size", dims(r)[2])), _GATES[node.op_type]
     sequences, lasts, cells = [], [], []
     for index, direction in enumerate(directions):
         pick = partial(_pick, t, index)

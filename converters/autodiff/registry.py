@@ -24,9 +24,9 @@ Grads: TypeAlias = dict[int, Callable[[], ir.Value | None]]
 NO_GRADIENT = frozenset(
     {
         "And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Ceil",
-        "Constant", "ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "IsInf", "IsNaN",
-        "Less", "LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormal", "RandomNormalLike", "RandomUniform",
-        "RandomUniformLike", "Range", "Round", "Shape", "Sign", "Size", "Xor",
+        "Constant", "ConstantOfShape", "Equal", "EyeLike", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf",
+        "IsNaN", "Less", "LessOrEqual", "NonZero", "Not", "Or", "RandomNormal", "RandomNormalLike", "RandomUniform",
+        "RandomUniformLike", "Round", "Shape", "Sign", "Size", "Xor",
     }
 )  # fmt: skip
 """Ops whose derivative is zero or does not exist; they pass no gradient on."""
@@ -164,10 +164,7 @@ def differentiate(
         A node between a parameter and the loss has no rule, or its rule refuses it.
     """
     nodes = list(graph)
-    active = set(parameters)
-    for node in nodes:
-        if node.op_type not in NO_GRADIENT and any(v in active for v in _reads(node)):
-            active.update(v for v in node.outputs if v.dtype is not None and v.dtype.is_floating_point())
+    active = influenced(nodes, parameters)
     adjoints = {loss: tape.scalar(1.0, loss)}
     for node in reversed(nodes):
         incoming = tuple(adjoints.pop(v, None) if v in active else None for v in node.outputs)
@@ -178,6 +175,15 @@ def differentiate(
             assert value is not None
             adjoints[value] = accumulate(tape, adjoints[value], gradient) if value in adjoints else gradient
     return {p: adjoints[p] for p in parameters if p in adjoints}
+
+
+def influenced(nodes: Sequence[ir.Node], parameters: Sequence[ir.Value]) -> set[ir.Value]:
+    """Return the parameters and the floating-point values that depend on them through ops with derivatives."""
+    active = set(parameters)
+    for node in nodes:
+        if node.op_type not in NO_GRADIENT and any(v in active for v in _reads(node)):
+            active.update(v for v in node.outputs if v.dtype is not None and v.dtype.is_floating_point())
+    return active
 
 
 def _reads(node: ir.Node) -> Iterator[ir.Value]:

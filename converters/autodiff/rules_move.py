@@ -20,6 +20,36 @@ def top_k(s: RuleInput) -> Grads:
     return {0: lambda: scatter(t, s.shape(), s.node.outputs[1], s.full, s.axis())}
 
 
+@rule("OneHot")
+def one_hot(s: RuleInput) -> Grads:
+    """Return the adjoint of both values: the sums over the entries that have each."""
+    t, axes = s.t, range(len(dims(s.y)))
+
+    def to_values() -> ir.Value:
+        sums = []
+        for kept in ([1, 0], [0, 1]):
+            values = t.constant(np.asarray(kept, s.dtype(2).numpy()))
+            where = t.op("OneHot", s.x(0), s.x(1), values, shape=dims(s.y), dtype=s.dtype(2),
+                         axis=s.attribute("axis"))  # fmt: skip
+            sums.append(t.unsqueeze(t.sum(t.mul(s.full, where), axes, keepdims=False), [0]))
+        return t.op("Concat", *sums, shape=(2,), axis=0)
+
+    return {0: lambda: None, 1: lambda: None, 2: to_values}
+
+
+@rule("Range")
+def arithmetic_sequence(s: RuleInput) -> Grads:
+    """Return the adjoints of first entry and difference; the limit only decides how many entries there are."""
+    t, count = s.t, dims(s.y)
+
+    def to_difference() -> ir.Value:
+        ones = t.expand(t.scalar(1, s.y), count)
+        steps = t.op("CumSum", ones, t.constant(np.int64(0)), shape=count, exclusive=1)
+        return t.sum(t.mul(s.full, steps), [0], keepdims=False)
+
+    return {0: lambda: t.sum(s.full, [0], keepdims=False), 1: lambda: None, 2: to_difference}
+
+
 @rule("GatherElements")
 def gather_elements(s: RuleInput) -> Grads:
     return {0: lambda: scatter(s.t, s.shape(), s.x(1), s.full, s.axis())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import onnx_ir as ir
 
@@ -17,8 +17,13 @@ BATCH_STATISTICS = "onnx_remat.batch_statistics"
 
 @rule("BatchNormalization")
 def batch_normalization(s: RuleInput) -> Grads:
-    """Return the adjoints of the inference form; with `BATCH_STATISTICS`, slot 0 includes mean and variance."""
-    t, x, scale, mean, variance = s.t, s.x(0), s.x(1), s.x(3), s.x(4)
+    """Return the adjoints of the inference form; with `BATCH_STATISTICS`, slot 0 includes mean and variance.
+
+    Input, scale and statistics may have different types; float32 holds them all.
+    """
+    t = s.t
+    wide = s.dtype() if len({s.dtype(slot) for slot in (0, 1, 3)}) == 1 else ir.DataType.FLOAT
+    x, scale, mean, variance = (t.cast(s.x(slot), wide) for slot in (0, 1, 3, 4))
     rank = len(dims(x))
     others = [0, *range(2, rank)]
     epsilon = s.attribute("epsilon")
@@ -26,6 +31,10 @@ def batch_normalization(s: RuleInput) -> Grads:
 
     def along(value: ir.Value) -> ir.Value:
         return t.unsqueeze(value, range(1, rank - 1)) if rank > 2 else value
+
+    @cache
+    def incoming() -> ir.Value:
+        return t.cast(s.full, wide)
 
     @cache
     def inverse() -> ir.Value:
@@ -38,26 +47,41 @@ def batch_normalization(s: RuleInput) -> Grads:
 
     @cache
     def to_scale() -> ir.Value:
-        return t.sum(t.mul(s.full, normal()), others, keepdims=False)
+        return t.sum(t.mul(incoming(), normal()), others, keepdims=False)
 
     @cache
     def to_bias() -> ir.Value:
-        return t.sum(s.full, others, keepdims=False)
+        return t.sum(incoming(), others, keepdims=False)
 
     def to_x() -> ir.Value:
         rate = t.mul(scale, inverse())
         if not training:
-            return t.mul(s.g, along(rate))
+            return t.mul(t.cast(s.g, wide), along(rate))
         share = t.neg(t.over_count(rate, [dims(x)[i] for i in others]))
         # rate (g - mean(g) - normal mean(g normal)); one kernel computes the last two terms.
         pull = t.op(
             "BatchNormalization", x, t.mul(share, to_scale()), t.mul(share, to_bias()), mean, variance,
             shape=dims(x), epsilon=epsilon,
         )  # fmt: skip
-        return t.add(t.mul(s.g, along(rate)), pull)
+        return t.add(t.mul(t.cast(s.g, wide), along(rate)), pull)
 
-    grads: Grads = {0: to_x, 1: to_scale, 2: to_bias}
+    grads = _narrowed(s, {0: to_x, 1: to_scale, 2: to_bias})
     return grads | {3: lambda: None, 4: lambda: None} if training else grads
+
+
+def _wide(s: RuleInput) -> ir.DataType:
+    """Return the type to normalize in: float32 for types of 16 bits, in which squares overflow."""
+    return ir.DataType.FLOAT if s.dtype().bitwidth == 16 else s.dtype()
+
+
+def _narrowed(s: RuleInput, adjoints: Grads) -> Grads:
+    """Return functions whose results have the types of the inputs."""
+
+    def narrowed(slot: int, adjoint: Callable[[], ir.Value | None]) -> ir.Value | None:
+        made = adjoint()
+        return None if made is None else s.t.cast(made, s.dtype(slot))
+
+    return {slot: partial(narrowed, slot, adjoint) for slot, adjoint in adjoints.items()}
 
 
 @rule("LayerNormalization")
@@ -73,19 +97,18 @@ def layer_normalization(s: RuleInput) -> Grads:
         if len(node.outputs) < 3:
             node.resize_outputs(3)
         narrow = tuple(1 if i in axes else d for i, d in enumerate(s.shape()))
-        stash = ir.DataType.FLOAT if s.dtype() != ir.DataType.DOUBLE else ir.DataType.DOUBLE
         for value, name in zip(node.outputs[1:], ("mean", "inverse"), strict=True):
             value.name = value.name or t.fresh(f"{s.y.name}.{name}")
-            value.shape, value.type = ir.Shape(narrow), ir.TensorType(stash)
-        mean, inverse = (t.cast(v, s.dtype()) for v in node.outputs[1:])
-        return t.mul(t.sub(s.x(), mean), inverse), inverse
+            value.shape, value.type = ir.Shape(narrow), ir.TensorType(_wide(s))
+        mean, inverse = node.outputs[1:]
+        return t.mul(t.sub(t.cast(s.x(), _wide(s)), mean), inverse), inverse
 
     return _affine(s, normal_and_inverse, axes, centred=True)
 
 
 @rule("RMSNormalization")
 def rms_normalization(s: RuleInput) -> Grads:
-    t, x = s.t, s.x()
+    t, x = s.t, s.t.cast(s.x(), _wide(s))
     axes = range(s.attribute("axis", -1) % len(dims(x)), len(dims(x)))
 
     @cache
@@ -106,15 +129,19 @@ def _affine(
     """Return the adjoints of y = normal(x) scale + bias, with scale and bias broadcast."""
     t = s.t
 
+    @cache
+    def incoming() -> ir.Value:
+        return t.cast(s.full, _wide(s))
+
     def to_x() -> ir.Value:
         normal, inverse = normal_and_inverse()
-        return _through(t, t.mul(s.full, s.x(1)), normal, inverse, axes, centred)
+        return _through(t, t.mul(incoming(), t.cast(s.x(1), _wide(s))), normal, inverse, axes, centred)
 
-    return {
+    return _narrowed(s, {
         0: to_x,
-        1: lambda: t.unbroadcast(t.mul(s.full, normal_and_inverse()[0]), dims(s.y), s.shape(1)),
-        2: lambda: t.unbroadcast(s.full, dims(s.y), s.shape(2)),
-    }
+        1: lambda: t.unbroadcast(t.mul(incoming(), normal_and_inverse()[0]), dims(s.y), s.shape(1)),
+        2: lambda: t.unbroadcast(incoming(), dims(s.y), s.shape(2)),
+    })  # fmt: skip
 
 
 def _through(t: Tape, g: ir.Value, normal: ir.Value, inverse: ir.Value, axes: Sequence[int], centred: bool) -> ir.Value:
@@ -142,28 +169,28 @@ def group_normalization(s: RuleInput) -> Grads:
 
     @cache
     def normal_and_inverse() -> tuple[ir.Value, ir.Value]:
-        grouped = t.reshape(x, wide)
+        grouped = t.reshape(t.cast(x, _wide(s)), wide)
         centred = t.sub(grouped, t.reduce("ReduceMean", grouped, axes))
         inverse = _inverse(t, t.reduce("ReduceMean", t.mul(centred, centred), axes), s.attribute("epsilon"))
         return t.mul(centred, inverse), inverse
 
     @cache
     def incoming() -> ir.Value:
-        return t.reshape(s.full, wide)
+        return t.reshape(t.cast(s.full, _wide(s)), wide)
 
     def to_x() -> ir.Value:
         normal, inverse = normal_and_inverse()
-        g = t.mul(incoming(), t.reshape(scale, affine))
+        g = t.mul(incoming(), t.reshape(t.cast(scale, _wide(s)), affine))
         return t.reshape(_through(t, g, normal, inverse, axes, centred=True), shape)
 
     def to_affine(g: ir.Value) -> ir.Value:
         return t.reshape(t.unbroadcast(g, wide, affine), dims(scale))
 
-    return {
+    return _narrowed(s, {
         0: to_x,
         1: lambda: to_affine(t.mul(incoming(), normal_and_inverse()[0])),
         2: lambda: to_affine(incoming()),
-    }
+    })  # fmt: skip
 
 
 @rule("LpNormalization")

@@ -177,6 +177,7 @@ CASES = [
     Case("RMSNormalization", ((2, 3, 4), (4,)), opset=23),
     Case("InstanceNormalization", ((2, 3, 4, 2), (3,), (3,)), dynamic=False),
     Case("GroupNormalization", ((2, 6, 3), (6,), (6,)), {"num_groups": 2}, opset=21, dynamic=False),
+    Case("GroupNormalization", ((2, 6, 3), (2,), (2,)), {"num_groups": 2}, opset=18, dynamic=False, tag="of groups"),
     Case("LpNormalization", ((3, 4),), {"axis": 1}),
     Case("LpNormalization", ((3, 4),), {"axis": 0, "p": 1}, tag="p1"),
     # Moving entries.
@@ -207,6 +208,9 @@ CASES = [
     Case("ScatterElements", ((3, 4), i64([[0, 1, 1, 1]]), (1, 4)), {"axis": 1, "reduction": "add"}, tag="add"),
     Case("ScatterND", ((4, 3), i64([[0], [2]]), (2, 3))),
     Case("ScatterND", ((4, 3), i64([[1], [1]]), (2, 3)), {"reduction": "add"}, tag="add"),
+    Case("OneHot", (i64([[0, 2], [1, 1]]), i64(3), (2,)), {"axis": 1}),
+    Case("Range", ((), f32(4.0), f32(0.8)), dynamic=False, low=0.5, high=0.6),
+    Case("Range", (f32(0.0), f32(4.0), ()), dynamic=False, low=0.8, high=0.9, tag="difference"),
     Case("TopK", ((3, 5), i64([2])), {"axis": 1}, outputs=2),
     Case("Pad", ((2, 3), i64([0, 1, 2, 1]))),
     Case("Pad", ((2, 3), i64([0, -1, 2, 1])), tag="cut"),

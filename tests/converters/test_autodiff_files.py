@@ -1,0 +1,167 @@
+"""Forward files as others write them: sizes with names, old opsets, 16 bits, equal node names, settings as weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx_remat.converters.autodiff import add_backward
+
+from onnx_remat.errors import ConversionError
+from onnx_remat.ort import runtime
+
+pytest.importorskip("onnxruntime")
+
+node = helper.make_node
+RNG = np.random.default_rng(0)
+
+
+def file(
+    nodes: list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], opset: int = 20,
+    kind: int = TensorProto.FLOAT, outputs: tuple[str, ...] = ("loss",),
+) -> onnx.ModelProto:  # fmt: skip
+    """The nodes and a mean of `y` as loss."""
+    mean = node("ReduceMean", ["y"], ["loss"], keepdims=0)
+    graph = helper.make_graph(
+        [*nodes, mean], "forward",
+        [helper.make_tensor_value_info(name, kind, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info(name, kind, None) for name in outputs],
+        [numpy_helper.from_array(value, name) for name, value in weights.items()],
+    )  # fmt: skip
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=min(opset, 10) - 2)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def test_a_size_two_below_another_is_not_called_after_it() -> None:
+    nodes = [node("Conv", ["x", "w"], ["c"]), node("Mul", ["c", "c"], ["y"])]
+    x, w = normal(6, 1, 8, 8), normal(1, 1, 3, 3)
+    model = file(nodes, {"x": ["batch", 1, "height", "width"]}, {"w": w})
+    step = add_backward(model, example_inputs={"x": x})
+    windows = np.lib.stride_tricks.sliding_window_view(x[:, 0], (3, 3), (1, 2))
+    c = np.einsum("nijkl,kl->nij", windows, w[0, 0])
+    wanted = 2 * np.einsum("nijkl,nij->kl", windows, c) / c.size
+    np.testing.assert_allclose(runtime.outputs(step, {"x": x, "w": w})["grad.w"][0, 0], wanted, rtol=1e-4)
+
+
+def test_nodes_of_the_standard_domain_under_its_other_name() -> None:
+    model = file([node("Mul", ["x", "w"], ["y"], domain="ai.onnx")], {"x": [2, 3]}, {"w": normal(2, 3)})
+    x = normal(2, 3)
+    made = runtime.outputs(add_backward(model), {"x": x, "w": normal(2, 3)})
+    np.testing.assert_allclose(made["grad.w"], x / 6, rtol=1e-6)
+
+
+def test_nodes_with_equal_names_and_no_ratio_in_training() -> None:
+    nodes = [
+        node("Mul", ["x", "w"], ["a"], "same"), node("Dropout", ["a"], ["b"], "same", seed=1),
+        node("Dropout", ["b"], ["y"], "same", seed=2),
+    ]  # fmt: skip
+    step = add_backward(file(nodes, {"x": [40, 50]}, {"w": normal(40, 50)}), training=True)
+    x = normal(40, 50)
+    grad = runtime.outputs(step, {"x": x, "w": normal(40, 50)})["grad.w"]
+    kept = grad != 0  # each half of the entries is scaled by two, twice
+    np.testing.assert_allclose(grad[kept], (4 * x / x.size)[kept], rtol=1e-5)
+    assert 0.2 < kept.mean() < 0.3
+
+
+def test_a_frozen_recurrence_needs_no_known_length() -> None:
+    nodes = [
+        node("LSTM", ["x", "w", "r"], ["h", "last", ""], hidden_size=4), node("MatMul", ["last", "head"], ["y"]),
+    ]  # fmt: skip
+    weights = {"w": normal(1, 16, 3), "r": normal(1, 16, 4), "head": normal(4, 2)}
+    model = file(nodes, {"x": ["length", 2, 3]}, weights)
+    step = add_backward(model, frozen=["w", "r"])
+    assert [value.name for value in step.graph.output] == ["loss", "grad.head"]
+    x = normal(5, 2, 3)
+    last = runtime.outputs(file(nodes, {"x": ["length", 2, 3]}, weights, outputs=("last",)), {"x": x})["last"]
+    made = runtime.outputs(step, {"x": x, "head": weights["head"]})
+    np.testing.assert_allclose(made["grad.head"], last[0].T @ np.full((2, 2), 0.25), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ConversionError, match="length must be known"):
+        add_backward(model)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 2, -1])
+def test_hardmax_before_opset_13_is_of_flat_rows(axis: int | None) -> None:
+    stated = {} if axis is None else {"axis": axis}
+    nodes = [node("Mul", ["x", "w"], ["a"]), node("Hardmax", ["a"], ["h"], **stated), node("Mul", ["a", "h"], ["y"])]
+    weights = {"w": normal(2, 3, 4)}
+    model = file(nodes, {"x": [2, 3, 4]}, weights, opset=11)
+    x = normal(2, 3, 4)
+    wanted = runtime.outputs(model, {"x": x})["loss"]
+    np.testing.assert_allclose(runtime.outputs(add_backward(model), {"x": x, **weights})["loss"], wanted, rtol=1e-6)
+
+
+HALF = TensorProto.FLOAT16
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [node("Mul", ["x", "w"], ["y"])],
+        [node("Mul", ["x", "w"], ["a"]), node("Clip", ["a"], ["y"], min=-0.5, max=0.3)],
+        [node("Mul", ["x", "w"], ["a"]), node("Pad", ["a"], ["y"], pads=[0, 1, 0, 1], value=1.0)],
+    ],
+    ids=["mean", "Clip", "Pad"],
+)
+def test_constants_of_16_bits_are_rounded_and_not_wrong(nodes: list[onnx.NodeProto]) -> None:
+    model = file(nodes, {"x": [2, 3]}, {"w": normal(2, 3).astype(np.float16)}, opset=10, kind=HALF)
+    assert add_backward(model)
+
+
+@pytest.mark.parametrize("op", ["RMSNormalization", "GroupNormalization", "InstanceNormalization"])
+def test_squares_in_half_precision_do_not_overflow(op: str) -> None:
+    """Entries of about 1,000 have squares above the largest number of float16.
+
+    ONNX's reference rounds each result; ONNX Runtime's CPU computes runs of ops in float32.
+    """
+    groups = {"num_groups": 8} if op == "GroupNormalization" else {}
+    bias = [] if op == "RMSNormalization" else ["b"]
+    shape = [4, 64, 4] if op in ("GroupNormalization", "InstanceNormalization") else [4, 64]
+    nodes = [
+        node("Mul", ["x", "w"], ["a"]),
+        node(op, ["a", "s", *bias], ["n"], **groups),
+        node("Mul", ["n", "t"], ["y"]),
+    ]
+    weights = {"w": normal(*shape), "s": normal(64), **({"b": normal(64)} if bias else {})}
+    feeds = {"x": 1000 * normal(*shape), "t": 64 * normal(*shape)}
+    both = []
+    for dtype, kind in ((np.float16, HALF), (np.float32, TensorProto.FLOAT)):
+        cast = {name: value.astype(np.float16).astype(dtype) for name, value in (weights | feeds).items()}
+        model = file(nodes, {"x": shape, "t": shape}, {n: cast[n] for n in weights}, opset=23, kind=kind)
+        step = add_backward(model, check=False)
+        both.append(ReferenceEvaluator(step).run(["grad.w", "grad.s"], cast))
+    for half, full in zip(*both, strict=True):
+        np.testing.assert_allclose(half.astype(np.float32), full, rtol=2e-2, atol=2e-2 * abs(full).max())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_normalization_of_mixed_types(training: bool) -> None:
+    nodes = [node("Mul", ["x", "w"], ["a"]), node("BatchNormalization", ["a", "s", "b", "m", "v"], ["n"])]
+    nodes.append(node("Mul", ["n", "n"], ["y"]))
+    weights = {"w": normal(4, 3, 5).astype(np.float16), "s": np.ones(3, np.float32), "b": np.ones(3, np.float32)}
+    statistics = {"m": np.zeros(3, np.float32), "v": np.ones(3, np.float32)}
+    step = add_backward(file(nodes, {"x": [4, 3, 5]}, weights | statistics, kind=HALF), training=training)
+    onnx.checker.check_model(step, full_check=True)
+    kinds = {value.name: value.type.tensor_type.elem_type for value in step.graph.output}
+    assert kinds["grad.w"] == HALF
+    assert kinds["grad.s"] == TensorProto.FLOAT
+
+
+def test_outputs_to_keep() -> None:
+    model = file([node("Mul", ["x", "w"], ["y"])], {"x": [2, 3]}, {"w": normal(2, 3)}, outputs=("loss", "y"))
+    kept = add_backward(model, keep=["loss", "y"])
+    assert [value.name for value in kept.graph.output] == ["loss", "grad.w", "y"]
+    with pytest.raises(ConversionError, match="keep: the model has no output 'z'"):
+        add_backward(model, keep=["z"])
+    other = file(
+        [node("Mul", ["x", "w"], ["y"]), node("Neg", ["y"], ["grad.w"])], {"x": [2, 3]}, {"w": normal(2, 3)},
+        outputs=("loss", "grad.w"),
+    )  # fmt: skip
+    with pytest.raises(ConversionError, match=r"keep: an output of the step is called 'grad.w'"):
+        add_backward(other, keep=["grad.w"])
