@@ -117,7 +117,7 @@ def ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
 
 def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
     """Whether an op combines a parameter or a state with a value of its shape, towards an output of that shape."""
-    if op.node.op_type not in _UPDATES:
+    if op.node.domain or op.node.op_type not in _UPDATES or not op.outputs[0]:
         return False
     shape = tensors[op.outputs[0]].shape
     return any(graph.values[n].kind == INPUT and tensors[n].shape == shape for n in op.reads) and (

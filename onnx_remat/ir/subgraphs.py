@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import onnx
 from onnx import TensorProto, helper
 
+from onnx_remat.errors import ModelError
 from onnx_remat.ir.body import constant_bytes
 from onnx_remat.ir.graph import Op
 from onnx_remat.ir.shapes import Tensor
@@ -46,7 +47,11 @@ def workspace(
 def _models(
     op: Op, model: onnx.ModelProto, tensors: Mapping[str, Tensor], known: Mapping[str, TensorProto]
 ) -> Iterator[onnx.ModelProto]:
-    outer = [_value(name, tensors[name].dtype, tensors[name].shape) for name in op.captured if name not in known]
+    outer = []
+    for name in (name for name in op.captured if name not in known):
+        if tensors[name].dtype == TensorProto.UNDEFINED:
+            raise ModelError(f"its body reads the sequence {name!r}: read its elements outside of the body")
+        outer.append(_value(name, tensors[name].dtype, tensors[name].shape))
     for attribute in op.node.attribute:
         if attribute.type == onnx.AttributeProto.GRAPH:
             body = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)

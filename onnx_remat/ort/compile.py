@@ -27,6 +27,7 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem
 from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Call, Kernels, itemsize, key
+from onnx_remat.ort.known_bugs import pads_to_share
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
 
@@ -63,10 +64,11 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
     _check_recomputable(allow)
     foldable = _foldable(graph, tensors)
     stated, versions = constants(graph.model.graph), opsets_of(graph.model)
-    known = _read_in_bodies(graph, tensors, stated)
+    known, padded = _read_in_bodies(graph, tensors, stated), pads_to_share(graph)
     return OpTable(
         recomputable=tuple(
             _recomputable(graph, op, kernels, allow, stated, versions)
+            and op.index not in padded
             and all(tensors[name].dtype for name in (*op.reads, *op.writes))
             for op in graph.ops
         ),

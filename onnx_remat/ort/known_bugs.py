@@ -137,6 +137,18 @@ def unsqueezed_badly(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[s
     return frozenset(found)
 
 
+def pads_to_share(graph: Graph) -> frozenset[int]:
+    """Return the Pads that a pool and other nodes read: each of two copies would have one reader, and be fused into it.
+
+    ONNX Runtime would compute the border wrongly then, see `PADDED_MAXIMUM` and `PADDED_AVERAGE`.
+    """
+    pools = [op.node for op in graph.ops if op.node.op_type in ("MaxPool", "AveragePool")]
+    scope = _Scope.of(graph.model.graph, opset_of(graph.model), {}) if pools else None
+    pads = [_zero_pad(node, scope) for node in pools if scope is not None]
+    makers = graph.producer()
+    return frozenset(makers[p.output[0]] for p in pads if p is not None and scope and scope.reads[p.output[0]] > 1)
+
+
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:
     """Find the nodes of a model that trigger a known bug.
 
@@ -278,16 +290,20 @@ def _perm(node: onnx.NodeProto, scope: _Scope) -> list[int] | None:
     return None if rank is None else list(range(rank))[::-1]
 
 
-def _zero_padded(node: onnx.NodeProto, scope: _Scope) -> bool:
-    """Whether the input of a node is made by a Pad with zeros and without axes."""
+def _zero_pad(node: onnx.NodeProto, scope: _Scope) -> onnx.NodeProto | None:
+    """Return the Pad with zeros and without axes that makes the input of a node."""
     pad = scope.maker(node.input[0], through=("Identity",))
-    if pad is None or pad.op_type != "Pad" or _attribute(pad, "mode", b"constant") != b"constant":
-        return False
-    if any(pad.input[3:]) or scope.reads[pad.output[0]] > 1:
-        return False
+    if pad is None or pad.op_type != "Pad" or _attribute(pad, "mode", b"constant") != b"constant" or any(pad.input[3:]):
+        return None
     stated = np.asarray(_attribute(pad, "value", 0.0))  # before opset 11
     value = scope.constant(pad.input[2]) if len(pad.input) > 2 and pad.input[2] else stated
-    return value is not None and not value.any()
+    return pad if value is not None and not value.any() else None
+
+
+def _zero_padded(node: onnx.NodeProto, scope: _Scope) -> bool:
+    """Whether the input of a node is made by such a Pad, which no other node reads."""
+    pad = _zero_pad(node, scope)
+    return pad is not None and scope.reads[pad.output[0]] == 1
 
 
 def _padded_maximum(node: onnx.NodeProto, scope: _Scope) -> bool:

@@ -7,6 +7,7 @@ exits.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -103,6 +104,8 @@ class SessionPlan:
         Graph inputs; those in `defaults` are optional.
     defaults : tuple of str
         Inputs with a default value.
+    shaping : mapping of str to list
+        Values of the defaults that decide shapes, which the plan takes as fixed.
     outputs : tuple of Array
         Graph outputs.
     places : tuple of Place
@@ -134,6 +137,7 @@ class SessionPlan:
 
     inputs: tuple[Array, ...]
     defaults: tuple[str, ...]
+    shaping: Mapping[str, list[Any]]
     outputs: tuple[Array, ...]
     places: tuple[Place, ...]
     slab: int
@@ -360,6 +364,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
     return SessionPlan(
         inputs=arrays(fed),
         defaults=tuple(name for name in fed if name not in program.inputs),
+        shaping=_shaping(step, request.dims),
         outputs=arrays(program.outputs),
         places=tuple(
             Place(p.name, tensors[p.name].dtype, tensors[p.name].shape, p.offset) for p in bound.placements
@@ -379,6 +384,32 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         books=bookkeeping(made),
         fused=made.fused,
     )  # fmt: skip
+
+
+def _shaping(step: model_io.Model, dims: Mapping[str, int]) -> dict[str, list[Any]]:
+    """Return the defaults of whole numbers in a step whose shapes do not follow without them."""
+    import onnx
+    from onnx import numpy_helper
+
+    from onnx_remat.ir import graph, model_io, shape_arithmetic, shapes
+    from onnx_remat.ort.shape_askers import SHAPE_ASKERS
+
+    model = model_io.load(step).model
+    fed = {value.name for value in model.graph.input}
+    stated = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in fed}
+    whole = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+    numbers = {n: t for n, t in stated.items() if t.data_type in whole and math.prod(t.dims) <= shape_arithmetic.MOST}
+    if not numbers:
+        return {}
+    without = model_io.without_weights(model)
+    kept = [tensor for tensor in without.graph.initializer if tensor.name not in numbers]
+    del without.graph.initializer[:]
+    without.graph.initializer.extend(kept)
+    try:
+        shapes.infer(graph.build(without), shapes.with_planned(model, dims), askers=SHAPE_ASKERS)
+    except errors.ShapeError:
+        return {name: numpy_helper.to_array(each).tolist() for name, each in numbers.items()}
+    return {}
 
 
 def _read_on_host(program: offsets.Program) -> str:

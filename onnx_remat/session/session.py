@@ -336,6 +336,12 @@ class Session:
             missing = [name for name in self._device.unfed() if name not in feeds]
         if missing:
             raise UsageError(f"no value for input {missing[0]!r}")
+        for name, default in self._step.shaping.items():
+            if name in feeds and np.asarray(feeds[name]).tolist() != default:
+                raise UsageError(
+                    f"input {name!r} decides shapes, for which the session was planned with its default {default}: "
+                    "leave it out, or change the default and open the model again"
+                )
         if self._device is None and not feeds.keys() >= self._bound.keys():  # an input with a default was given before
             self._binding.clear_binding_inputs()
             self._bound = {}

@@ -161,19 +161,33 @@ def pin_slot(
     return max(slots, key=merit, default=None)
 
 
-def _is_kept_for_its_place(graph: Graph, op: Op) -> bool:
-    """Whether ONNX Runtime would eliminate this Dropout, even in training, if a node made its data input.
-
-    It eliminates a Dropout whose mask has no reader and of whose inputs exactly one, be it the ratio, is made by a
-    node. One that reads a graph input stays, and draws.
-    """
-    trains = (op.node.domain, op.node.op_type) == ("", "Dropout") and len(op.inputs) > _MODE
-    return trains and bool(op.inputs[_MODE]) and graph.values[op.inputs[0]].kind != NODE
-
-
 def waiting_slots(graph: Graph, op: Op, slot: int) -> tuple[int, ...]:
     """Return the input slots that a control edge through `slot` uses: also the mode of a Dropout that must not go."""
-    return (slot, _MODE) if _is_kept_for_its_place(graph, op) else (slot,)
+    return (slot, _MODE) if _ahead_of_kept(graph, op) is not None else (slot,)
+
+
+def never_waiting(graph: Graph) -> frozenset[int]:
+    """Return the ops through which no control edge may pass: those between a graph input and a Dropout that must not
+    go."""
+    return frozenset(index for op in graph.ops for index in _ahead_of_kept(graph, op) or ())
+
+
+def _ahead_of_kept(graph: Graph, op: Op) -> list[int] | None:
+    """Return the ops between a graph input and a Dropout that ONNX Runtime keeps for its place; None for other ops.
+
+    It eliminates a Dropout, even in training, if its mask has no reader and of its inputs exactly one, be it the ratio,
+    is made by a node. One that reads a graph input stays, and draws; so does one behind nodes that go before it.
+    """
+    trains = (op.node.domain, op.node.op_type) == ("", "Dropout") and len(op.inputs) > _MODE and op.inputs[_MODE]
+    if not trains:
+        return None
+    name, found = op.inputs[0], list[int]()
+    while (maker := next(iter(graph.nx.predecessors(name)), None)) is not None:
+        if graph.ops[maker].node.op_type not in ("Identity", "Cast", "Dropout"):
+            break
+        found.append(maker)
+        name = graph.ops[maker].inputs[0]
+    return found if graph.values[name].kind != NODE else None
 
 
 _MODE = 2  # input slot of a Dropout: whether it trains

@@ -16,7 +16,14 @@ from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.write.control_edges import choose_pins, heavy_steps, light_limit, pin_slot, unsqueezable
+from onnx_remat.write.control_edges import (
+    choose_pins,
+    heavy_steps,
+    light_limit,
+    never_waiting,
+    pin_slot,
+    unsqueezable,
+)
 from onnx_remat.write.decided import Decisions, Rewritten
 from onnx_remat.write.private_buffers import choose_private, repeated, unroll
 from onnx_remat.write.writer import rewrite
@@ -63,8 +70,10 @@ def realize(
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
+    unpinned = never_waiting(graph)
     slots = [
-        None if is_move(op) else pin_slot(graph, tensors, op, fused, direct, on_host[op.index]) for op in graph.ops
+        None if is_move(op) or op.index in unpinned else pin_slot(graph, tensors, op, fused, direct, on_host[op.index])
+        for op in graph.ops
     ]
     # A draw and the first product are written as one Dropout. It waits through the input that both read, or not at all:
     # its mask exists only after it. A recomputed product waits through the mask.

@@ -53,6 +53,17 @@ def test_structure_splits_an_mlp(loss):
             assert phase == BACKWARD, label
 
 
+def test_an_op_of_another_domain_may_leave_its_first_output_out():
+    nodes = [
+        make("MatMul", ["x", "w"], ["h"], name="fwd"), make("ReduceSum", ["h"], ["loss"], name="sum", keepdims=0),
+        make("Add", ["w", "loss"], ["", "kept"], name="add", domain="own"), make("Neg", ["kept"], ["y"], name="neg"),
+    ]  # fmt: skip
+    info = [helper.make_tensor_value_info("kept", TensorProto.FLOAT, [4, 4])]
+    model = model_of(nodes, {"x": [8, 4], "w": [4, 4]}, {"loss": [], "y": [4, 4]}, (), info)
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    assert phase_by_label(model)["add"] == BACKWARD
+
+
 def test_structure_follows_updates_with_state():
     """Momentum: the state's update is optimizer, and so is what reads it."""
     nodes = [

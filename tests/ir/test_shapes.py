@@ -13,6 +13,8 @@ from onnx_remat.ir import graph, shapes
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN
 from onnx_remat.ort import runtime
+from onnx_remat.ort.kernels.cpu import CPU
+from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from tests.support.graphs import mlp, model_of
 
@@ -231,6 +233,18 @@ def test_sequences_of_unknown_length_are_refused_by_value():
     model.graph.input.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, [4]))
     with pytest.raises(ShapeError, match="value 's', a graph input, is a sequence, whose size is not known"):
         inferred(model)
+
+
+def test_a_body_that_reads_a_sequence_is_refused_by_node():
+    inner = make("SequenceAt", ["s", "at"], ["z"])
+    body = helper.make_graph([inner], "body", [], [helper.make_tensor_value_info("z", TensorProto.FLOAT, [4])])
+    nodes = [
+        make("SequenceConstruct", ["x", "x"], ["s"]),
+        make("If", ["c"], ["y"], "choose", then_branch=body, else_branch=body),
+    ]
+    model = model_of(nodes, {"x": [4], "c": (TensorProto.BOOL, [])}, {"y": [4]}, {"at": np.int64(0)})
+    with pytest.raises(ModelError, match=r"node 'choose' \(If\).*its body reads the sequence 's': read its elements"):
+        prepare(model, Preparation(CPU))
 
 
 def test_sizes_that_depend_on_data_are_refused_by_value_and_node():

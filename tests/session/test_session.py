@@ -334,6 +334,30 @@ def test_an_input_with_a_default_may_be_left_out_again():
     assert found == [2, 3, 2]
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_default_that_decides_shapes_is_fixed(fuse):
+    """The plan counts on it; another value of a default that decides none is fine."""
+    nodes = [
+        make("Reshape", ["x", "to"], ["r"]), make("Tanh", ["r"], ["t"]),
+        make("ReduceSum", ["t", "at"], ["s"], keepdims=0), make("Gather", ["s", "row"], ["y"]),
+    ]  # fmt: skip
+    given = {"to": np.array([4, 6]), "row": np.array([0])}
+    x = np.arange(24, dtype=np.float32)
+    sums = np.tanh(x.reshape(4, 6)).sum(0)
+    fed = {"x": [24], "to": (TensorProto.INT64, [2]), "row": (TensorProto.INT64, [1])}
+    with Session(model_of(nodes, fed, {"y": [1]}, given | {"at": np.array([0])}), fuse=fuse) as session:
+        for feeds in ({"x": x}, {"x": x, "to": np.array([4, 6])}):
+            np.testing.assert_allclose(session.run(feeds)["y"], sums[:1], rtol=1e-6)
+        with pytest.raises(UsageError, match=r"input 'to' decides shapes, .* its default \[4, 6\]: leave it out"):
+            session.run({"x": x, "to": np.array([2, 12])})
+    del nodes[0]
+    nodes[0].input[0] = "x"
+    del fed["to"], given["to"]
+    with Session(model_of(nodes, fed | {"x": [4, 6]}, {"y": [1]}, given | {"at": np.array([0])}), fuse=fuse) as session:
+        found = session.run({"x": x.reshape(4, 6), "row": np.array([5])})["y"]
+    np.testing.assert_allclose(found, sums[5:], rtol=1e-6)
+
+
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(UsageError, match="provider 'tpu'"):
         Session(SAMPLE, provider="tpu")

@@ -614,13 +614,19 @@ def test_an_input_with_a_default_counts_twice():
     assert prepare(model, STATED).problem.base_bytes == before
 
 
-def test_a_dropout_that_onnx_runtime_keeps_for_its_place_stays():
-    """It takes out those whose masks nobody reads, in training too, but for those that read graph inputs."""
+@pytest.mark.parametrize("between", ["", "Identity", "Cast"])
+def test_a_dropout_that_onnx_runtime_keeps_for_its_place_stays(between):
+    """It takes out those whose masks nobody reads, in training too, but for those that read graph inputs.
+
+    It looks for them after it has taken out what changes nothing.
+    """
     model = mlp(layers=6, batch=512, width=64)
     constants = {"ratio": np.float32(0.5), "train": np.bool_(True)}
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a, name) for name, a in constants.items())
+    if between:
+        model.graph.node.append(make(between, ["x"], ["same"], **({"to": FLOAT} if between == "Cast" else {})))
     model.graph.node.extend([
-        make("Dropout", ["x", "ratio", "train"], ["dropped"], name="drop", seed=3),
+        make("Dropout", ["same" if between else "x", "ratio", "train"], ["dropped"], name="drop", seed=3),
         make("Sub", ["dropped", "t"], ["apart"], name="apart"),
         make("ReduceSum", ["apart"], ["sum"], name="sum", keepdims=0),
     ])  # fmt: skip
