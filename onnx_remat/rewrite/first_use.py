@@ -77,7 +77,7 @@ def _simulating() -> None:
     layout.load_greedy()
 
 
-_GROUPS = {
+GROUPS = {
     "annealing": _Group(_annealing, anneal.anneal),
     "ordering": _Group(_ordering, inserted),
     "writing": _Group(_writing, private_buffers.flag_gaps),
@@ -111,7 +111,7 @@ class FirstUse:
     def begin(self) -> None:
         """Compile groups in child processes, as many as there are other cores."""
         for share in _SHARES[: (os.cpu_count() or 1) - 1]:
-            if missing := [name for name in share if not is_compiled(_GROUPS[name].last)]:
+            if missing := [name for name in share if not is_compiled(GROUPS[name].last)]:
                 child = Child()
                 child.begin("onnx_remat.rewrite.first_use:compile_groups", {"names": missing}, last=True)
                 self.children |= dict.fromkeys(missing, child)
@@ -119,12 +119,12 @@ class FirstUse:
     def compile(self, names: tuple[str, ...]) -> float:
         """See to it that some groups are compiled, first those that no other process does; the seconds it took."""
         began = time.monotonic()
-        missing = [name for name in names if not is_compiled(_GROUPS[name].last)]
+        missing = [name for name in names if not is_compiled(GROUPS[name].last)]
         for name in sorted(missing, key=self.children.__contains__):
-            while name in self.children and not is_compiled(_GROUPS[name].last) and not self.children[name].done():
+            while name in self.children and not is_compiled(GROUPS[name].last) and not self.children[name].done():
                 time.sleep(_TICK)
-            if not is_compiled(_GROUPS[name].last):  # no process did, or it failed, or its result cannot be stored
-                _GROUPS[name].call()
+            if not is_compiled(GROUPS[name].last):  # no process did, or it failed, or its result cannot be stored
+                GROUPS[name].call()
         return time.monotonic() - began if missing else 0.0
 
     def end(self) -> None:
@@ -147,4 +147,4 @@ def first_use() -> Iterator[FirstUse]:
 def compile_groups(names: Sequence[str]) -> None:
     """Compile some groups, and leave them on the disk."""
     for name in names:
-        _GROUPS[name].call()
+        GROUPS[name].call()

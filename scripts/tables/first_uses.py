@@ -1,8 +1,9 @@
-"""Seconds of a first and of a second rewrite with nothing compiled, three times.
+"""Seconds of a first and of a second rewrite, from a wheel and from a checkout, three times.
 
-The package is copied to a new folder without compiled code, with an empty cache folder, and started as a user starts
-it. ``--python`` is that of an environment with nothing but what ``pip install onnx-remat onnxruntime`` brings: numba
-starts slower where SciPy is there. Also the seconds that ``import onnx_remat`` takes, over those of Python alone.
+A wheel is built and unpacked, and the package is copied without compiled code; both are started as a user starts them,
+with an empty cache folder. ``--python`` is that of an environment with nothing but what ``pip install onnx-remat
+onnxruntime`` brings: numba starts slower where SciPy is there. It has this Python's version, for which the wheel's
+kernels are compiled. Also the seconds that ``import onnx_remat`` takes, over those of Python alone.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.child import ROOT
 
 ITEMS = ("1", "2", "3")
-HEADS = ("run", "first rewrite, s", "second, --time-limit 2s, s", "import, s")
-_LEFT = shutil.ignore_patterns("__pycache__", ".*", "docs", "tests")
+HEADS = ("run", "first rewrite, s", "second, --time-limit 2s, s", "from a checkout: first", "second", "import, s")
+_LEFT = shutil.ignore_patterns("__pycache__", ".*", "build", "docs", "tests")
 
 
 def timed(home: Path, python: str, *command: str) -> float:
@@ -33,14 +35,22 @@ def timed(home: Path, python: str, *command: str) -> float:
 
 
 def rows(run: str, *, python: str = "", file: str = "sample_models/attention_stack.onnx") -> Iterator[tuple[str, ...]]:
-    """First rewrite, second rewrite, import."""
+    """First and second rewrite from a wheel, the same from a checkout, import."""
     python, path = python or sys.executable, ROOT / file
+    rewrite = ["-m", "onnx_remat", str(path), "out.onnx", "--budget", "60%", "--force"]
+    found: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        shutil.copytree(ROOT, home / "tree", ignore=_LEFT)
-        rewrite = ["-m", "onnx_remat", str(path), "out.onnx", "--budget", "60%", "--force"]
-        first = timed(home, python, *rewrite)
-        second = timed(home, python, *rewrite, "--time-limit", "2")
+        for name in ("wheel", "checkout"):
+            home = Path(folder) / name
+            if name == "wheel":
+                subprocess.run(
+                    [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", home], cwd=ROOT, check=True,
+                    capture_output=True,
+                )  # fmt: skip
+                zipfile.ZipFile(next(home.glob("*.whl"))).extractall(home / "tree")
+            else:
+                shutil.copytree(ROOT, home / "tree", ignore=_LEFT)
+            found += [timed(home, python, *rewrite), timed(home, python, *rewrite, "--time-limit", "2")]
         alone = min(timed(home, python, "-c", "pass") for _ in range(3))
-        imported = min(timed(home, python, "-c", "import onnx_remat") for _ in range(3)) - alone
-    yield (run, *(f"{seconds:.1f}" for seconds in (first, second, imported)))
+        found.append(min(timed(home, python, "-c", "import onnx_remat") for _ in range(3)) - alone)
+    yield (run, *(f"{seconds:.1f}" for seconds in found))

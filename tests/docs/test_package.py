@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from onnx_remat.fuse import build
+
+PRECOMPILED = "onnx_remat/process/precompiled/"
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +62,46 @@ def test_the_wheel_has_every_module_and_nothing_else(built):
         pytest.skip("not a git checkout")
     files = [name for name in listed.stdout.split() if name != "onnx_remat/converters/__init__.py"]
     library = f"onnx_remat/fuse/{build.library_name()}"  # where there is a C compiler
-    assert names - {library} == {re.sub("^converters/", "onnx_remat/converters/", name) for name in files}
+    kernels = {name for name in names if name.startswith(PRECOMPILED)}
+    assert names - {library} - kernels == {re.sub("^converters/", "onnx_remat/converters/", name) for name in files}
     assert (library in names) == any(shutil.which(name) for name in ("cc", "gcc", "clang"))
-    assert wheel.name.endswith("py3-none-any.whl") == (library not in names)
+    assert wheel.name.endswith("py3-none-any.whl") == (library not in names and not kernels)
     assert {"onnx_remat/py.typed", "onnx_remat/findings/show/page.html", "onnx_remat/converters/__init__.py"} <= names
+
+
+FIRST_USE = """
+from onnx_remat.process import compiled
+from onnx_remat.rewrite.first_use import GROUPS
+from numba.core import event
+
+class Listener(event.Listener):
+    def on_start(self, started):
+        raise AssertionError(started.data["dispatcher"].py_func.__qualname__)
+    def on_end(self, ended):
+        pass
+
+if not compiled._has_precompiled():
+    raise SystemExit("an older processor")
+event.register("numba:compile", Listener())
+for group in GROUPS.values():
+    assert compiled.is_compiled(group.last)
+    group.call()
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or sys.platform != "linux", reason="compiled for x86-64 alone")
+def test_a_first_use_of_the_wheel_compiles_nothing(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    kernels = tmp_path / "site" / PRECOMPILED
+    assert len(list(kernels.glob("*.nbi"))) == len(list(kernels.glob("*.nbc"))) > 15
+    places = {"PYTHONPATH": str(tmp_path / "site"), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", FIRST_USE]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | places, capture_output=True, text=True, check=False)
+    if "an older processor" in done.stderr:
+        pytest.skip("no processor of this level")
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.joinpath("cache").rglob("*.nbi"))
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 
 import onnx_remat
 from onnx_remat.memory import buffers
+from onnx_remat.process import compiled
 from onnx_remat.process.compiled import SOURCES, source_hash
 from tests.support.planner_problems import chain
 
@@ -128,6 +129,20 @@ def test_indices_are_checked_where_that_is_asked_for_and_nowhere_else(tmp_path: 
     for hits in (0, 1):
         assert run({}) == [f"nothing {hits}"] * 2
         assert run({"NUMBA_BOUNDSCHECK": "1"}) == [f"IndexError {hits}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("features", "runs"), [(("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"), True), (("avx2",), False)]
+)
+def test_code_of_the_wheel_runs_on_processors_of_its_level_alone(features, runs, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(compiled, "PRECOMPILED", tmp_path)
+    monkeypatch.setattr(compiled.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiled.binding, "get_host_cpu_features", lambda: dict.fromkeys(features, True))
+    compiled._has_precompiled.cache_clear()
+    try:
+        assert compiled._has_precompiled() == runs
+    finally:
+        compiled._has_precompiled.cache_clear()
 
 
 class Interruption(BaseException):
