@@ -202,7 +202,7 @@ def check(
     levels = runtime.LEVELS if runtime.available() and here else ("disable",)
     made = {name: node for node in source.model.graph.node for name in node.output}
     executed = at_levels(source.model, source.folder, levels, options.preparation())
-    runs = {level: what.compiled.graph.producer() for level, what in executed.items()}
+    runs = {level: what.compiled.graph.makers for level, what in executed.items()}
     beyond, measured, ran = 0, None, False
     if run and (not here or _can_run(options)):
         ran = True

@@ -293,7 +293,7 @@ def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
     The range begins after the last reader of the op's previous run, and ends at the op itself.
     """
     step = {op: number for number, op in enumerate(order)}
-    readers = graph.consumers()
+    readers = graph.readers
     runs: dict[str, list[int]] = {}
     for op in graph.ops:
         again = next((p.value for p in op.node.metadata_props if p.key == RECOMPUTE_KEY), None)

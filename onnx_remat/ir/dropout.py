@@ -96,7 +96,7 @@ def _parts(
         or training_mode(node, stated) is not True
         or graph.values[result].is_output
         or tensors[result].dtype not in _SCALED_ALIKE
-        or not any(True for _ in graph.nx.successors(mask))
+        or not graph.readers[mask]
     ):
         return (op,)
     draw, product = onnx.NodeProto(), onnx.NodeProto()

@@ -104,7 +104,7 @@ def _by_structure(graph: Graph, tensors: Mapping[str, Tensor], loss: str) -> lis
 
 def ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
     """Return the ops that compute the values in `names`, directly or indirectly."""
-    producer = graph.producer()
+    producer = graph.makers
     found: set[int] = set()
     pending = [producer[name] for name in names if name in producer]
     while pending:
@@ -131,7 +131,7 @@ def _reaches_output_elementwise(graph: Graph, tensors: Mapping[str, Tensor], op:
     for _ in range(16):  # an update is a few ops: AdamW's longest chain is under ten
         if graph.values[name].is_output:
             return True
-        readers = list(graph.nx.successors(name))
+        readers = graph.readers[name]
         if not readers:
             return False
         name = graph.ops[readers[0]].outputs[0]

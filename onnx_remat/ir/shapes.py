@@ -426,7 +426,7 @@ def stating(model: onnx.ModelProto, known: Types) -> onnx.ModelProto:
 
 def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto], derived: bool) -> str:
     name = missing[0]
-    producer = graph.producer().get(name)
+    producer = graph.makers.get(name)
     where = (
         f"made by node {graph.ops[producer].label!r} ({graph.ops[producer].node.op_type})"
         if producer is not None

@@ -161,7 +161,7 @@ def _recomputable(
     ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
     # A recompute overwrites copies, so no op may read what it writes there.
     wanted = any(
-        (graph.values[name].is_output and slot in says.overwrites) or any(True for _ in graph.nx.successors(name))
+        (graph.values[name].is_output and slot in says.overwrites) or graph.readers[name]
         for slot, out in (*kernels.aliases(node), *says.renews)
         for name in op.outputs[out : out + 1]
         if slot in overwritten(node) and name

@@ -145,8 +145,9 @@ def pads_to_share(graph: Graph) -> frozenset[int]:
     pools = [op.node for op in graph.ops if op.node.op_type in ("MaxPool", "AveragePool")]
     scope = _Scope.of(graph.model.graph, opset_of(graph.model), {}) if pools else None
     pads = [_zero_pad(node, scope) for node in pools if scope is not None]
-    makers = graph.producer()
-    return frozenset(makers[p.output[0]] for p in pads if p is not None and scope and scope.reads[p.output[0]] > 1)
+    return frozenset(
+        graph.makers[p.output[0]] for p in pads if p is not None and scope and scope.reads[p.output[0]] > 1
+    )
 
 
 def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[Found, ...]:

@@ -66,7 +66,7 @@ def describe(executed: Executed, timeline: buffers.Timeline) -> Peak:
     outputs = int(sum(timeline.size[b] for b in alive if problem.is_output[timeline.owner[b]]))
     op = executed.order.order[timeline.peak_step] if executed.order.order else -1
     workspace = int(problem.workspace[op]) if op >= 0 else 0
-    producer = compiled.graph.producer()
+    producer = compiled.graph.makers
     largest = sorted(alive.tolist(), key=lambda b: (-int(timeline.size[b]), b))[:10]
     return Peak(
         total=timeline.peak,

@@ -122,14 +122,14 @@ def prepare_for_simulation(model: onnx.ModelProto, stated: Preparation) -> Compi
 
 def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     """Return `table` with the producers of the values named in `keep` marked as not recomputable."""
-    producer = ir.producer()
+    producer = ir.makers
     kept = {producer[computed(name, producer, "keep")] for name in keep}
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
 
 
 def _check_overwritten(ir: Graph) -> None:
     """Check that a value overwritten by a kernel has no other reader: the order would decide which value it reads."""
-    readers = ir.consumers()
+    readers = ir.readers
     outputs = {name for name, value in ir.values.items() if value.is_output}
     for op in ir.ops:
         for slot in overwritten(op.node, outputs):

@@ -21,7 +21,7 @@ def with_donations(compiled: Compiled) -> Compiled:
     graph, problem, tensors = compiled.graph, compiled.problem, compiled.tensors
     number = {name: i for i, name in enumerate(graph.values)}
     outputs = [name for name, value in graph.values.items() if value.is_output]
-    producer = graph.producer()
+    producer = graph.makers
     may_read = np.zeros(problem.n_values, np.bool_)
     pairs = []
     for new, old in renewals(number, outputs).items():

@@ -60,7 +60,7 @@ class StepParts:
         renews = renewals(inputs, (value.name for value in graph.model.graph.output))
         read = {name for index in forward for name in graph.ops[index].reads}
         batch = {name for name in inputs if name in read and name not in renews.values()}
-        return cls(graph, tensors, found, renews, forward, batch, graph.producer())
+        return cls(graph, tensors, found, renews, forward, batch, graph.makers)
 
     def known_to(self, without: Collection[str] = ()) -> set[str]:
         """Return the values that depend on the batch, or on random draws of the forward pass, except by `without`."""

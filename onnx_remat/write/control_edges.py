@@ -182,7 +182,7 @@ def _ahead_of_kept(graph: Graph, op: Op) -> list[int] | None:
     if not trains:
         return None
     name, found = op.inputs[0], list[int]()
-    while (maker := next(iter(graph.nx.predecessors(name)), None)) is not None:
+    while (maker := graph.makers.get(name)) is not None:
         if graph.ops[maker].node.op_type not in ("Identity", "Cast", "Dropout"):
             break
         found.append(maker)

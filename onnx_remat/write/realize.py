@@ -183,5 +183,5 @@ def _is_absorbed(compiled: Compiled, op: Op) -> bool:
     if last < 1 or perm != [*range(last - 1), last, last - 1]:
         return False
     graph = compiled.graph
-    readers = [key(graph.ops[i].node) for i in graph.nx.successors(op.outputs[0])]
+    readers = [key(graph.ops[i].node) for i in graph.readers[op.outputs[0]]]
     return bool(readers) and all(reader in compiled.kernels.absorbs_transpose for reader in readers)

@@ -54,7 +54,7 @@ def test_values_know_their_origin_in_order_of_definition():
 
 def test_edges_carry_slots():
     ir = graph.build(mlp(layers=2))
-    producer = ir.producer()
+    producer = ir.makers
     square, product = producer["ee"], producer["z1"]
     assert ir.nx.edges["e", square]["slots"] == (0, 1)  # e * e
     assert ir.nx.edges["a0", product]["slots"] == (0,)
@@ -65,7 +65,7 @@ def test_edges_carry_slots():
 
 def test_consumers_are_ascending_without_repeats():
     ir = graph.build(mlp(layers=2))
-    readers = ir.consumers()
+    readers = ir.readers
     assert [ir.ops[i].label for i in readers["e"]] == ["sq", "dloss"]
     assert all(found == sorted(set(found)) for found in readers.values())
     assert readers["loss"] == []
@@ -111,7 +111,7 @@ def test_bodies_of_if_capture_outer_values_once():
     assert sorted(choose.captured) == ["h", "x"]
     assert choose.reads == ("cond", *choose.captured)
     assert ir.nx.edges["h", 1]["slots"] == (1 + choose.captured.index("h"),)
-    assert ir.consumers()["h"] == [1]
+    assert ir.readers["h"] == [1]
     assert {"y_in"}.isdisjoint(ir.values)
     assert {b.node[0].op_type for b in graph.bodies(choose.node)} == {"Neg", "Exp"}
 
@@ -161,7 +161,7 @@ def test_functions_are_inlined_and_kept():
     model.opset_import.append(helper.make_opsetid("my", 1))
     ir = graph.build(model)
     assert [op.node.op_type for op in ir.ops] == ["Mul", "Add", "Mul", "Add"]
-    assert {"p", "y"} <= set(ir.producer())
+    assert {"p", "y"} <= set(ir.makers)
     assert [f.name for f in ir.model.functions] == ["Poly"]
     assert [n.op_type for n in model.graph.node] == ["Poly", "Poly"]  # the caller's model is left alone
     assert shapes.infer(ir)["p"].shape == (4,)
