@@ -41,6 +41,13 @@ class Tape(Emitter):
         self._before: ir.Node | None = None
         self._products: dict[str, Dims] = {}
 
+    def with_bodies(self) -> Iterator[Tape]:
+        """Yield this tape, and one for every body inside its graph."""
+        yield self
+        for attribute in (a for node in self.graph for a in node.attributes.values()):
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from Tape(attribute.as_graph(), self).with_bodies()
+
     def op(
         self,
         op_type: str,

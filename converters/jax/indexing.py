@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -15,12 +15,14 @@ from onnx_remat.errors import ConversionError
 
 from . import kernels
 from .lower import Lowering, Tensor, dtype_of, lowering, shape_of
-from .structure import counting, sliced
+from .structure import concatenated, counting, sliced
 
 _REDUCTIONS = {
-    "scatter": "none", "scatter-add": "add", "scatter-mul": "mul", "scatter-min": "min", "scatter-max": "max",
+    "scatter": "none", "scatter-add": "add", "scatter-sub": "add", "scatter-mul": "mul", "scatter-min": "min",
+    "scatter-max": "max",
 }  # fmt: skip
-
+_Numbers = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
+"""JAX's dimension numbers: offset, collapsed, indexed and batching axes, and batching axes of the indices."""
 
 _OUTSIDE = np.int64(2**40)
 """Index beyond every array."""
@@ -92,11 +94,14 @@ class _Where:
         Indices in int64, of shape (*batching, *others, *windows, len(indexed)).
     result : list of int
         Axes of the gathered or scattered array, in the order in which GatherND makes them.
+
+    Windows outside the array stop the run, are moved into it ("clip"), or begin at the end of the first axis in the
+    index map ("drop").
     """
 
     def __init__(
-        self, low: Lowering, x: Tensor, indices: Tensor, sizes: Sequence[int], numbers: tuple[Sequence[int], ...],
-        result_rank: int, clip: bool,
+        self, low: Lowering, x: Tensor, indices: Tensor, sizes: Sequence[int], numbers: _Numbers,
+        result_rank: int, outside: Literal["stop", "clip", "drop"],
     ) -> None:  # fmt: skip
         offsets, collapsed, index_map, batching, index_batching = ([int(a) for a in axes] for axes in numbers)
         self.low, self.batching = low, len(batching)
@@ -121,10 +126,12 @@ class _Where:
         self.shape = tuple(indices.shape[a] for a in lead)
         columns = low.full(indices, (*lead, rank))
         columns = low.cast(columns, np.int64)
-        if not clip and (indices.constant is None or (indices.constant < 0).any()):
+        if outside == "stop" and (indices.constant is None or (indices.constant < 0).any()):
             columns = self._never_negative(columns)
+        elif outside == "drop":
+            columns = self._dropped(columns, _last(x, sizes, index_map), x.shape[index_map[0]])
         columns = self._in_order(columns, index_map, indexed)
-        if clip:
+        if outside == "clip":
             last = low.emit.constant(np.asarray([x.shape[a] - sizes[a] for a in indexed], np.int64))
             shape = shape_of(columns)
             columns = low.op("Max", columns, low.emit.constant(np.int64(0)), shape=shape)
@@ -148,6 +155,12 @@ class _Where:
         low, shape = self.low, shape_of(columns)
         outside = low.op("Less", columns, low.emit.constant(np.int64(0)), shape=shape, dtype=np.bool_)
         return low.op("Where", outside, low.emit.constant(_OUTSIDE), columns, shape=shape)
+
+    def _dropped(self, columns: ir.Value, last: Sequence[int], end: int) -> ir.Value:
+        """Return indices in which windows outside the array begin at the end of its first indexed axis."""
+        low, shape = self.low, shape_of(columns)
+        inside = low.reshape(_inside(low, columns, last), (*shape[:-1], 1))
+        return low.op("Where", inside, columns, low.ints([end, *[0] * (len(last) - 1)]), shape=shape)
 
     def _in_order(self, columns: ir.Value, index_map: Sequence[int], indexed: Sequence[int]) -> ir.Value:
         """Return a column for each indexed axis, in their order; zero for those that start at zero."""
@@ -182,8 +195,9 @@ class _Where:
 def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Tensor:
     """Lower to Gather, GatherElements or GatherND.
 
-    Indices beyond the array stop ONNX Runtime with an error, whereas JAX returns NaN. They behave as in JAX if the mode
-    is clip, or fill with a given value.
+    Indices outside the array stop ONNX Runtime with an error, whereas JAX returns NaN. They behave as in JAX if the
+    mode is clip, or fill with a given value. Those that a scatter drops are clipped, too, where they are promised to be
+    inside: JAX's gradient of ``x.at[i].set(y)`` reads so at `i`, and XLA clips.
     """
     params, aval = eqn.params, eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
@@ -191,13 +205,17 @@ def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Ten
     sizes = [int(n) for n in params["slice_sizes"]]
     if any(n == 0 for n in shape):
         return low.array(np.zeros(shape, x.dtype))
-    clip = params["mode"] == lax.GatherScatterMode.CLIP
-    fill = params["fill_value"] if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP else None
-    given = fill is not None and not _is_default(fill, x.dtype)
     fields = (numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map,
               numbers.operand_batching_dims, numbers.start_indices_batching_dims)  # fmt: skip
     x = low.whole(x)
-    where = _Where(low, x, indices, sizes, fields, len(shape), clip or given)
+    mode, key = params["mode"], _key(x, indices, sizes, fields)
+    fill = params["fill_value"] if mode == lax.GatherScatterMode.FILL_OR_DROP else None
+    given = fill is not None and not _is_default(fill, x.dtype)
+    dropped = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and low.outside.get(key) == "drop"
+    clip = given or dropped or mode == lax.GatherScatterMode.CLIP
+    if not clip:
+        low.outside[key] = "stop"
+    where = _Where(low, x, indices, sizes, fields, len(shape), "clip" if clip else "stop")
     axis = where.along(x)
     if axis is not None:
         made = low.op("GatherElements", low.full(x, where.order), low.reshape(where.value, where.shape),
@@ -211,7 +229,10 @@ def gather(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor) -> Ten
         result = Tensor(made, tuple(where.result), shape, x.dtype)
     if not given:
         return result
-    inside = _inside(low, x, indices, sizes, fields, len(shape))
+    columns = low.cast(low.full(indices), np.int64)
+    every = _inside(low, columns, _last(x, sizes, fields[2]))
+    free = [a for a in range(len(shape)) if a not in fields[0]]
+    inside = Tensor(every, tuple(free), tuple(n if a in free else 1 for a, n in enumerate(shape)), np.dtype(np.bool_))
     return low.elementwise("Where", inside, result, low.scalar(float(fill or 0), result), shape=shape, dtype=x.dtype)
 
 
@@ -235,28 +256,42 @@ def _gather_along(low: Lowering, x: Tensor, where: _Where, shape: tuple[int, ...
     return Tensor(made, tuple(labels), shape, x.dtype)
 
 
-def _inside(
-    low: Lowering, x: Tensor, indices: Tensor, sizes: Sequence[int], fields: tuple[Sequence[int], ...], rank: int
-) -> Tensor:
-    """Return, for each result element, whether the whole window is within the array."""
-    offsets, _, index_map, _, _ = fields
-    columns = low.cast(low.full(indices), np.int64)
-    last = low.emit.constant(np.asarray([x.shape[a] - sizes[a] for a in index_map], np.int64))
+def _last(x: Tensor, sizes: Sequence[int], index_map: Sequence[int]) -> tuple[int, ...]:
+    """Return the last index, in each column, of a window that is within the array."""
+    return tuple(int(x.shape[a] - sizes[a]) for a in index_map)
+
+
+def _inside(low: Lowering, columns: ir.Value, last: Sequence[int]) -> ir.Value:
+    """Return, for each row of indices, whether the whole window is within the array."""
     shape = shape_of(columns)
     above = low.op("GreaterOrEqual", columns, low.emit.constant(np.int64(0)), shape=shape, dtype=np.bool_)
-    below = low.op("LessOrEqual", columns, last, shape=shape, dtype=np.bool_)
+    below = low.op("LessOrEqual", columns, low.ints(last), shape=shape, dtype=np.bool_)
     both = low.op("And", above, below, shape=shape)
-    every = low.op("ReduceMin", both, low.ints([len(shape) - 1]), shape=shape[:-1], keepdims=0)
-    free = tuple(a for a in range(rank) if a not in offsets)
-    result = [1] * rank
-    for axis, n in zip(free, shape[:-1], strict=True):
-        result[axis] = n
-    return Tensor(every, free, tuple(result), np.dtype(np.bool_))
+    return low.op("ReduceMin", both, low.ints([len(shape) - 1]), shape=shape[:-1], keepdims=0)
+
+
+def _key(x: Tensor, indices: Tensor, sizes: Sequence[int], fields: _Numbers) -> tuple[object, ...]:
+    """Return indices with the last ones inside the array, the key of `Lowering.outside`."""
+    return indices.value, indices.axes, indices.shape, _last(x, sizes, fields[2])
+
+
+def _may_leave(low: Lowering, x: Tensor, indices: Tensor, sizes: Sequence[int], fields: _Numbers) -> bool:
+    """Return whether windows may lie outside the array: constants show it, and a gather has stopped the run if so."""
+    if low.outside.get(_key(x, indices, sizes, fields)) == "stop" or 0 in indices.shape:
+        return False
+    known, axis = indices.constant, len(indices.shape) - 1
+    if known is None:
+        return True
+    columns = np.moveaxis(known, indices.axes.index(axis), -1) if axis in indices.axes else known[..., None]
+    return bool(((columns < 0) | (columns > np.asarray(_last(x, sizes, fields[2])))).any())
 
 
 @lowering(*_REDUCTIONS)
 def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """Lower to ScatterElements or ScatterND; see `gather` for indices beyond the array."""
+    """Lower to ScatterElements or ScatterND.
+
+    Where JAX drops windows outside the array, they are written behind its end, and cut off.
+    """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     if eqn.primitive.name == "scatter" and params["update_jaxpr"] is not None:
         raise ConversionError("a function applied at indices (x.at[...].apply) has no lowering to ONNX: gather and set")
@@ -270,8 +305,16 @@ def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updat
         sizes[axis] = updates.shape[label]
     fields = (numbers.update_window_dims, collapsed, numbers.scatter_dims_to_operand_dims,
               numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)  # fmt: skip
-    clip = params["mode"] == lax.GatherScatterMode.CLIP
-    where = _Where(low, x, indices, sizes, fields, len(updates.shape), clip)
+    mode, shape = params["mode"], x.shape
+    clip = mode == lax.GatherScatterMode.CLIP
+    drop = mode == lax.GatherScatterMode.FILL_OR_DROP and _may_leave(low, x, indices, sizes, fields)
+    outside: Literal["stop", "clip", "drop"] = "clip" if clip else "drop" if drop else "stop"
+    where = _Where(low, x, indices, sizes, fields, len(updates.shape), outside)
+    if drop:
+        low.outside[_key(x, indices, sizes, fields)] = "drop"
+        x = _longer(low, x, fields[2][0], sizes)
+    if eqn.primitive.name == "scatter-sub":
+        updates = low.elementwise("Neg", updates)
     physical = [x.shape[a] for a in where.order]
     target, moved = low.filled(x, where.order, where.value), low.full(updates, where.result)
     if where.along(x) is not None:
@@ -281,7 +324,17 @@ def scatter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, indices: Tensor, updat
         )  # fmt: skip
     else:
         value = low.op("ScatterND", target, where.with_batch(), moved, shape=physical, reduction=reduction)
-    return Tensor(value, tuple(where.order), x.shape, x.dtype)
+    made = Tensor(value, tuple(where.order), x.shape, x.dtype)
+    return sliced(low, made, [0] * len(shape), shape, [1] * len(shape)) if drop else made
+
+
+def _longer(low: Lowering, x: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
+    """Return `x` with room for one window more at the end of an axis."""
+    longer = [n + sizes[axis] if a == axis else n for a, n in enumerate(x.shape)]
+    if axis not in x.axes:
+        return x.relabelled(x.axes, longer)
+    room = [sizes[axis] if a == axis else n for a, n in enumerate(x.shape)]
+    return concatenated(low, [x, low.scalar(0, x).relabelled((), room)], axis)
 
 
 @lowering("sort")

@@ -130,6 +130,14 @@ class Lowering:
         Largest number of steps of a scan that is unrolled.
     outer : Lowering, optional
         In the body of a control-flow operator, the lowering of the enclosing graph, whose values may be read.
+
+    Attributes
+    ----------
+    counts : dict
+        Parts of large counts for random numbers, of which they are the sum; labels are axes of the value.
+    outside : dict
+        What happened at indices that may lie outside an array: a gather stops the run, a scatter drops what it writes.
+        A body does what the graph around it did, but nobody knows whether the body runs.
     """
 
     def __init__(self, emit: Emitter, unroll: int, outer: Lowering | None = None) -> None:
@@ -138,6 +146,7 @@ class Lowering:
         self.outer = outer
         self.reversed: dict[ir.Value, tuple[ir.Value, frozenset[int]]] = {} if outer is None else outer.reversed
         self.counts: dict[ir.Value, tuple[Tensor, ...]] = {} if outer is None else outer.counts
+        self.outside: dict[tuple[object, ...], str] = {} if outer is None else dict(outer.outside)
         self._made: dict[tuple[object, ...], tuple[ir.Value, ...]] = {}
         self._readers: dict[core.Var, list[core.JaxprEqn | None]] = {}
 

@@ -7,8 +7,6 @@ runs. ScatterElements applies one update after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 
@@ -17,22 +15,17 @@ from ..tape import Tape
 from ..values import replace
 from .base import Fact, rewrite
 
+_OUTSIDE = 2**40
+"""Number of a row beyond every array, which stops ONNX Runtime with an error as ScatterND would."""
+
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.ORDERED], breaks=[Fact.LEAN])
 def add_in_order(model: ir.Model) -> None:
     """Rewrite, in place, every ScatterND with a reduction whose indices may repeat."""
-    for tape in list(_tapes(Tape(model.graph))):
+    for tape in list(Tape(model.graph).with_bodies()):
         for node in list(tape.graph):
             if node.op_type == "ScatterND" and not node.domain and "reduction" in node.attributes:
                 _rewrite(tape, node, node.attributes["reduction"].as_string())
-
-
-def _tapes(tape: Tape) -> Iterator[Tape]:
-    """Yield a tape for a graph and for every body inside it."""
-    yield tape
-    for attribute in (a for node in tape.graph for a in node.attributes.values()):
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from _tapes(Tape(attribute.as_graph(), tape))
 
 
 def _rewrite(tape: Tape, node: ir.Node, reduction: str) -> None:
@@ -55,6 +48,20 @@ def _apart(indices: ir.Value | None) -> bool:
     return bool((rows >= 0).all()) and len(np.unique(rows, axis=0)) == len(rows)
 
 
+def _read(t: Tape, data: ir.Value, indices: ir.Value, depth: int) -> bool:
+    """Return whether a GatherND reads at the same places of an array, and so stops the run at places outside."""
+    for user, number in indices.uses():
+        if (user.op_type, number, user.graph) == ("GatherND", 1, t.graph) and not _batched(user):
+            source = user.inputs[0]
+            if source is not None and source.shape is not None and dims(source)[:depth] == dims(data)[:depth]:
+                return True
+    return False
+
+
+def _batched(gather: ir.Node) -> bool:
+    return "batch_dims" in gather.attributes and gather.attributes["batch_dims"].as_int() > 0
+
+
 def _elements(t: Tape, data: ir.Value, indices: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
     """Append a ScatterElements over rows: each place that indices can name is one row of a matrix."""
     shape, where = dims(data), dims(indices)
@@ -64,9 +71,13 @@ def _elements(t: Tape, data: ir.Value, indices: ir.Value, updates: ir.Value, red
     if depth == 1:
         numbers = indices
     else:
-        inside = t.op("Mod", indices, t.shape_vector(shape[:depth]), shape=where)  # from the end, they are negative
+        sizes = t.shape_vector(shape[:depth])
         strides = t.shape_vector(tuple(t.product(shape[axis + 1 : depth]) for axis in range(depth)))
-        numbers = t.sum(t.mul(inside, strides), [len(where) - 1], keepdims=False)
+        parts = t.mul(t.op("Mod", indices, sizes, shape=where), strides)  # from the end, indices are negative
+        if not _read(t, data, indices, depth):
+            farther = t.op("Max", indices, t.sub(t.ints(-1), indices), shape=where)
+            parts = t.select(t.compare("Less", farther, sizes), parts, t.ints(_OUTSIDE))
+        numbers = t.sum(parts, [len(where) - 1], keepdims=False)
     rows = t.expand(t.reshape(numbers, (count, 1)), (count, cells))
     made = t.op(
         "ScatterElements", t.reshape(data, (places, cells)), rows, t.reshape(updates, (count, cells)),

@@ -14,7 +14,7 @@ from onnx_remat.converters.passes.add_in_order import add_in_order
 from onnx_remat.converters.passes.simplify import simplify
 
 from onnx_remat.converters import optimizers, shares
-from onnx_remat.errors import BudgetInfeasibleError, ConversionError
+from onnx_remat.errors import BudgetInfeasibleError, ConversionError, ModelError
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
 
@@ -207,6 +207,20 @@ def test_no_sum_is_lost_where_rows_repeat(depth, reduction):
     assert {node.metadata_props["phase"] for node in model.graph} == {"backward"}
     for _ in range(5):
         assert check.relative_error(runtime.outputs(ir.to_proto(model), feeds)["made"], expected.astype("f4")) < 1e-6
+
+
+@pytest.mark.parametrize("place", [[3, 0], [-4, 0], [0, 4], [0, -5]])
+def test_a_sum_outside_the_array_stops_the_run(place):
+    """As by ScatterND: it is not added to another row."""
+    data, where, updates = value("data", [3, 4]), value("where", [2, 2], ir.DataType.INT64), value("updates", [2])
+    graph = ir.Graph([data, where, updates], [], nodes=[], opset_imports={"": 20}, name="g")
+    made = Emitter(graph, "backward")("ScatterND", data, where, updates, like=data, reduction="add", name="made")
+    graph.outputs.append(made)
+    model = ir.Model(graph, ir_version=10)
+    add_in_order(model)
+    feeds = {"data": np.zeros((3, 4), "f4"), "where": np.array([[1, 1], place]), "updates": np.ones(2, "f4")}
+    with pytest.raises(ModelError, match="out of data bounds"):
+        runtime.outputs(ir.to_proto(model), feeds)
 
 
 def test_widened_bfloat16_rounds_as_bfloat16_does():

@@ -263,6 +263,51 @@ def test_what_xla_defines_and_c_does_not(name: str) -> None:
     worst_error(weighted(lambda x, v: function(v)), random(2), values)
 
 
+ROWS, COLUMNS = np.array([0, 3, -4, 40, 2, 2], np.int32), np.array([-9, 0, 1, 2, 3, 3], np.int32)
+WINDOWS = lax.ScatterDimensionNumbers((1, 2), (), (1, 0))  # a row of indices is the column and row of a window
+OUTSIDE = {  # some of the indices of each are outside the array
+    "add": lambda x, r, c: x.at[r, c].add(x[0, 0] * (r + 1)),
+    "subtract": lambda x, r, c: x.at[r, c].subtract(x[0, 0] * (r + 1)),
+    "set": lambda x, r, c: x.at[r, c].set(x[0, 0] * jnp.where(r == 2, 3, r)),
+    "set rows": lambda x, r, c: x.at[r].set(jnp.where(r[:, None] == 2, 3, c[:, None]) * x[0]),
+    "set elsewhere": lambda x, r, c: jnp.zeros((3, 2, 4)).at[r, :, c].set(x[:2, 0] * 3),
+    "min": lambda x, r, c: lax.stop_gradient(x).at[r, c].min(-2.0) * x,
+    "max": lambda x, r, c: lax.stop_gradient(x).at[r, c].max(2.0) * x,
+    "multiply": lambda x, r, c: lax.stop_gradient(x).at[r, c].multiply(2.0) * x,
+    "read points": lambda x, r, c: x.at[r, c].get(mode="fill", fill_value=7.0) ** 2,
+    "read rows": lambda x, r, c: jnp.take(x, r, axis=0, mode="fill", fill_value=0.0) ** 2,
+    "segments": lambda x, r, c: jax.ops.segment_sum(x[0, 0] * c, r, 3) ** 2,
+    "segments of a batch": lambda x, r, c: jax.vmap(lambda v: jax.ops.segment_sum(v * c, r, 3))(x[:, 0]) ** 2,
+    "batch of segments": lambda x, r, c: jax.vmap(lambda v, i: jax.ops.segment_sum(v, i, 3))(x[:, :2], r.reshape(3, 2)),
+    "windows": lambda x, r, c: lax.scatter_add(x, jnp.stack([c, r], 1), x[0, 0] * jnp.ones((6, 2, 2)), WINDOWS,
+                                               mode="fill"),
+    "constants": lambda x, r, c: x.at[ROWS, COLUMNS].add(x[0, 0]),
+    "nonzero": lambda x, r, c: x[jnp.nonzero(r, size=2)[0] % 3],
+    "repeat": lambda x, r, c: x[jnp.repeat(jnp.arange(3), r[jnp.array([4, 5, 0])], total_repeat_length=4)],
+    "bincount": lambda x, r, c: x * jnp.bincount(r, length=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_jax_writes_outside_an_array_is_dropped(name: str) -> None:
+    worst_error(weighted(OUTSIDE[name]), random(3, 4), ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, r: x[r] ** 2,  # the gather stops the run if its gradient would write outside
+        lambda x, r: x[r, r] ** 2,
+        lambda x, r: jnp.take_along_axis(x, r[None], 1) ** 2,
+        lambda x, r: x.at[np.array([0, 2])].add(x[0]),
+        lambda x, r: x.at[jnp.arange(3), jnp.arange(3)].add(x[:, 0]),
+    ],
+)
+def test_indices_that_are_inside_are_not_compared_with_the_ends(function) -> None:
+    model = export_training_step(weighted(function), random(3, 4), np.array([0, 2, 1], np.int32))
+    assert not {"GreaterOrEqual", "LessOrEqual", "Max"} & {node.op_type for node in model.graph.node}
+
+
 def test_what_has_no_lowering_is_refused_by_name():
     for function, message in (
         (lambda v: v.at[0].apply(jnp.sin), "x.at.*apply"),

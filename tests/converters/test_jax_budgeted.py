@@ -143,18 +143,20 @@ def test_new_buffers_must_be_like_the_old_ones():
             )  # fmt: skip
 
 
-def test_indices_outside_an_array_stop_the_step_below_zero_as_well():
-    """In JAX such a row is dropped; ONNX counts it from the end."""
+def test_indices_outside_an_array_drop_sums_and_stop_the_step_where_they_are_read():
+    """ONNX counts indices below zero from the end."""
 
-    def loss_fn(params, x, ids):
-        return (jax.ops.segment_sum(x @ params["out"], ids, 4) ** 2).sum()
+    def loss_fn(params, x, ids, read):
+        return (jax.ops.segment_sum(x @ params["out"], ids, 4)[read] ** 2).sum()
 
-    x, ids = np.ones((5, WIDTH), np.float32), np.array([0, 1, 2, 3, 0])
-    with budgeted(loss_fn, {"out": parameters()["out"]}, x, ids, optimizer=optax.sgd(0.0)) as step:
-        first = step(x, ids)
-        assert step(x, ids) == first
+    x, ids, read = np.ones((5, WIDTH), np.float32), np.array([0, 1, 2, 3, 0]), np.arange(4)
+    params = {"out": parameters()["out"]}
+    with budgeted(loss_fn, params, x, ids, read, optimizer=optax.sgd(0.0)) as step:
+        for outside in (0, -1, 4, 400):
+            ids[0] = outside
+            assert step(x, ids, read) == pytest.approx(float(loss_fn(params, x, ids, read)), rel=1e-5)
         with pytest.raises(ModelError, match="out of data bounds"):
-            step(x, np.array([-1, 1, 2, 3, 0]))
+            step(x, ids, np.array([-5, 1, 2, 3]))
 
 
 def test_refusals():
