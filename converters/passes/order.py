@@ -6,6 +6,7 @@ from .add_in_order import add_in_order
 from .add_to_softmax import add_to_softmax
 from .attention_in_parts import attention_in_parts
 from .base import Fact, Order
+from .exact_sigmoids import exact_sigmoids
 from .inherit_phases import inherit_phases
 from .loss_in_parts import loss_in_parts
 from .multiply_weight_gradients import multiply_weight_gradients
@@ -26,6 +27,7 @@ PYTORCH = Order(
     passes=(
         multiply_weight_gradients,
         add_in_order,
+        exact_sigmoids,
         add_to_softmax,  # before `simplify`, after which it recognises fewer of the losses that torch's exporter writes
         write_safely,
         simplify,
@@ -44,7 +46,7 @@ PYTORCH = Order(
 PYTORCH_OUTPUTS = Order(given=PYTORCH.promised, passes=(read_masks,), promised=_DONE)
 """Passes that run once the watched outputs of the check are removed, since those may read a mask."""
 
-JAX_LOWERED = Order(given=_MADE, passes=(add_in_order,), promised=_MADE | {Fact.ORDERED})
+JAX_LOWERED = Order(given=_MADE, passes=(add_in_order, exact_sigmoids), promised=_MADE | {Fact.ORDERED})
 """Passes over lowered primitives, before nodes have phases."""
 
 JAX = Order(
@@ -76,6 +78,7 @@ DIFFERENTIATED = Order(
     given=_MADE | {Fact.PHASES},
     passes=(
         add_in_order,
+        exact_sigmoids,
         write_safely,
         simplify,
         sum_once,

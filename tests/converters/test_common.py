@@ -11,6 +11,7 @@ from onnx_remat.converters.checks import agreement as check
 from onnx_remat.converters.checks.widen import widened
 from onnx_remat.converters.emit import Emitter
 from onnx_remat.converters.passes.add_in_order import add_in_order
+from onnx_remat.converters.passes.exact_sigmoids import exact_sigmoids
 from onnx_remat.converters.passes.simplify import simplify
 
 from onnx_remat.converters import optimizers, shares
@@ -221,6 +222,24 @@ def test_a_sum_outside_the_array_stops_the_run(place):
     feeds = {"data": np.zeros((3, 4), "f4"), "where": np.array([[1, 1], place]), "updates": np.ones(2, "f4")}
     with pytest.raises(ModelError, match="out of data bounds"):
         runtime.outputs(ir.to_proto(model), feeds)
+
+
+@pytest.mark.parametrize("reader", ["Log", "Reciprocal", "Div", "Mul"])
+def test_a_sigmoid_is_exact_where_its_logarithm_or_inverse_is_read(reader):
+    """ONNX Runtime's is half of it at -16, and 0 from -18 on; as a factor that is near enough."""
+    x = value("x", [9])
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "forward")
+    gate = emit("Sigmoid", x, like=x)
+    emit(reader, *([x, gate] if reader in ("Div", "Mul") else [gate]), like=x)
+    made = emit("Identity", gate, like=x, name="made")
+    graph.outputs.append(made)
+    model = ir.Model(graph, ir_version=10)
+    exact_sigmoids(model)
+    assert ("Sigmoid" in {node.op_type for node in graph}) == (reader == "Mul")
+    points = np.array([-100, -80, -30, -18, -16, -5, 0, 5, 100], np.float32)
+    found = runtime.outputs(ir.to_proto(model), {"x": points})["made"]
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-points.astype(float))), 1e-5 if reader != "Mul" else 1, 1e-38)
 
 
 def test_widened_bfloat16_rounds_as_bfloat16_does():

@@ -248,6 +248,7 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
     "least of padding": (lambda v: lax.reduce_window(v, np.uint8(255), lax.min, (2,), (1,), [(2, 0)]),
                          np.array([4, 1, 255, 3], np.uint8)),
     "angles": (lambda v: jnp.arctan2(v[:, None], v[None]), np.array([-np.inf, -1, 0, 2, np.inf], np.float32)),
+    "log of sigmoid": (lambda v: jnp.log(jax.nn.sigmoid(v)), np.array([-50, -20, -17, -16, -10, 0, 20], np.float32)),
     "rounded": (lax.round, np.array([0.49999997, -0.5, 1.5, -2.4], np.float32)),
     "inner product": (lambda v: jnp.einsum("ij,ij->", v, v + 1), random(3, 3)),
     "outer product": (lambda v: jnp.tensordot(v, v, 0), random(3, 3)),
@@ -306,6 +307,11 @@ def test_what_jax_writes_outside_an_array_is_dropped(name: str) -> None:
 def test_indices_that_are_inside_are_not_compared_with_the_ends(function) -> None:
     model = export_training_step(weighted(function), random(3, 4), np.array([0, 2, 1], np.int32))
     assert not {"GreaterOrEqual", "LessOrEqual", "Max"} & {node.op_type for node in model.graph.node}
+
+
+def test_the_gradient_of_the_logarithm_of_a_sigmoid():
+    """ONNX Runtime's Sigmoid is 0 at -20: the loss was infinite, and its gradient NaN."""
+    worst_error(lambda x: -jnp.log(jax.nn.sigmoid(x)).sum(), np.array([-50, -20, -17, -16, -10, 0, 20], np.float32))
 
 
 def test_what_has_no_lowering_is_refused_by_name():
