@@ -8,6 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from jax.extend import core
 
+from onnx_remat.errors import ConversionError
+
 from . import kernels
 from .lower import Array, Lowering, Stack, Tensor, lowering, shape_of
 from .structure import taken
@@ -23,6 +25,17 @@ def call(low: Lowering, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
     if isinstance(inner, core.ClosedJaxpr):
         return low.run_closed(inner, operands)
     return low.run(inner, [], operands)
+
+
+@lowering("platform_index")
+def platform_index(low: Lowering, eqn: core.JaxprEqn) -> Tensor:
+    """Choose the branch that `jax.lax.platform_dependent` has for the CPU, by default the one for all platforms."""
+    platforms = list(eqn.params["platforms"])
+    found = [i for i, names in enumerate(platforms) if names is not None and "cpu" in names]
+    found += [i for i, names in enumerate(platforms) if names is None]
+    if not found:
+        raise ConversionError("platform_dependent has no branch for the CPU: add one, or a default")
+    return low.array(np.int32(found[0]))
 
 
 @lowering("cond")

@@ -104,11 +104,20 @@ def shift(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     bits = 8 * x.dtype.itemsize
     if y.constant is not None and _too_far(y.constant, bits).all():
         return low.array(np.zeros(x.shape, x.dtype))
-    direction = "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT"
-    made = low.elementwise("BitShift", x, y, direction=direction, **_out(eqn))
+    made = _shifted(low, x, y, "LEFT" if eqn.primitive.name == "shift_left" else "RIGHT")
     if y.constant is not None and not _too_far(y.constant, bits).any():
         return made
     return low.elementwise("Where", _is_too_far(low, y, bits), low.scalar(0, x), made, dtype=x.dtype)
+
+
+def _shifted(low: Lowering, x: Tensor, y: Tensor, direction: str) -> Tensor:
+    """Shift integers as unsigned ones of their width: ONNX has no shift of others."""
+    words, amounts = (_cast(low, z, f"uint{8 * x.dtype.itemsize}") for z in (x, y))
+    return _cast(low, low.elementwise("BitShift", words, amounts, direction=direction), x.dtype)
+
+
+def _cast(low: Lowering, x: Tensor, dtype: Any) -> Tensor:
+    return Tensor(low.cast(x.value, dtype), x.axes, x.shape, np.dtype(dtype))
 
 
 def _too_far(amounts: np.ndarray, bits: int) -> np.ndarray:
@@ -127,21 +136,17 @@ def _is_too_far(low: Lowering, y: Tensor, bits: int) -> Tensor:
 
 @lowering("shift_right_arithmetic")
 def shift_right_arithmetic(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
-    """Lower it to a logical shift; where x is negative, to the shift of the complement."""
+    """Lower it to a logical shift; where x is negative, to the shift of the complement. XLA takes x as signed."""
     bits = 8 * x.dtype.itemsize
+    x = _cast(low, x, f"int{bits}")
     if y.constant is None or _too_far(y.constant, bits).any():
         y = low.elementwise("Where", _is_too_far(low, y, bits), low.scalar(bits - 1, y), y, dtype=y.dtype)
 
-    def complement(z: Tensor) -> Tensor:
-        return low.elementwise("BitwiseNot", z)
-
-    def shifted(z: Tensor) -> Tensor:
-        return low.elementwise("BitShift", z, y, direction="RIGHT", **_out(eqn))
-
-    if x.dtype.kind == "u":
-        return shifted(x)
+    plain = _shifted(low, x, y, "RIGHT")
     negative = low.elementwise("Less", x, low.scalar(0, x), dtype=np.bool_)
-    return low.elementwise("Where", negative, complement(shifted(complement(x))), shifted(x), **_out(eqn))
+    turned = _shifted(low, low.elementwise("BitwiseNot", x), y, "RIGHT")
+    made = low.elementwise("Where", negative, low.elementwise("BitwiseNot", turned), plain, dtype=x.dtype)
+    return _cast(low, made, kernels.dtype_of_aval(eqn.outvars[0].aval))
 
 
 @lowering("select_n")

@@ -67,9 +67,9 @@ _WIDER: Final = {
     "bool": ("uint8", "int32"),
     "int8": ("int32", "float64"),
     "int16": ("int32", "float64"),
-    "int32": ("uint32", "int64", "float64"),
+    "int32": ("int64", "float64"),
     "uint8": ("int32",),
-    "uint16": ("int32",),
+    "uint16": ("int32", "uint32"),
     "uint32": ("int64",),
     "uint64": ("int64",),
 }

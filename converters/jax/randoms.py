@@ -43,7 +43,8 @@ def threefry2x32(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[T
 
     keys = [first, second, op("BitwiseXor", op("BitwiseXor", first, second), low.array(np.uint32(_PARITY)))]
     # A count is added part by part, so that no constant as large as the result stays allocated.
-    x, y = op("Add", x, keys[0]), functools.reduce(partial(op, "Add"), low.counts.get(y.value, (y,)), keys[1])
+    parts = [part.relabelled([y.axes[j] for j in part.axes], y.shape) for part in low.counts.get(y.value, ())] or [y]
+    x, y = op("Add", x, keys[0]), functools.reduce(partial(op, "Add"), parts, keys[1])
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x = op("Add", x, y)

@@ -109,9 +109,12 @@ def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
     fill = low.scalar(0, x) if name.endswith("sum") else low.array(_identity(name, x.dtype))
     padding = [(int(a), int(b)) for a, b in params["padding"]]
     base = [int(n) for n in params["base_dilation"]]
-    if any(n > 1 for n in base) or any(n < 0 for pair in padding for n in pair):
+    whole = name.endswith("sum") and x.dtype.kind in "iu"
+    if whole or any(n > 1 for n in base) or any(n < 0 for pair in padding for n in pair):
         x = padded(low, x, fill, [(*pair, n - 1) for pair, n in zip(padding, base, strict=True)])
         padding = [(0, 0)] * len(padding)
+    if whole:
+        return _window_sum(low, x, params["window_dimensions"], params["window_strides"], params["window_dilation"])
     turn = "Neg" if x.dtype.kind not in "iu" else "BitwiseNot"  # of integers, the least has no negative
     if name == "reduce_window_min":
         x, fill = low.elementwise(turn, x), low.array(_identity("reduce_window_max", x.dtype))
@@ -122,6 +125,23 @@ def reduce_window(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
         return low.elementwise(turn, made) if name == "reduce_window_min" else made
     made = window.tensor(window.pool("AveragePool", count_include_pad=1), eqn.outvars[0].aval)
     return low.elementwise("Mul", made, low.scalar(prod(params["window_dimensions"]), made))
+
+
+def _window_sum(
+    low: Lowering, x: Tensor, sizes: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> Tensor:
+    """Sum integers in windows axis by axis: ONNX pools floats, which would round."""
+    for axis, (size, stride, dilation) in enumerate(zip(sizes, strides, dilations, strict=True)):
+        if (size, stride) == (1, 1):
+            continue
+        x = low.whole(x)
+        j, count = x.axes.index(axis), (x.shape[axis] - (size - 1) * dilation - 1) // stride + 1
+        where = np.arange(count)[:, None] * stride + np.arange(size) * dilation
+        shape = [*x.physical[:j], count, size, *x.physical[j + 1 :]]
+        value = low.op("Gather", x.value, low.emit.constant(where), shape=shape, axis=j)
+        value = low.op("ReduceSum", value, low.ints([j + 1]), shape=[*shape[: j + 1], *shape[j + 2 :]], keepdims=0)
+        x = Tensor(value, x.axes, tuple(count if a == axis else n for a, n in enumerate(x.shape)), x.dtype)
+    return x
 
 
 @lowering("select_and_scatter_add")

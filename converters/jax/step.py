@@ -149,6 +149,8 @@ def trace(
     def step(*leaves: Any) -> list[Any]:
         params, buffers, state, batch = jax.tree_util.tree_unflatten(tree, leaves)
         (loss, after), grads = jax.value_and_grad(with_buffers, has_aux=True)(params, buffers, batch)
+        if loss.dtype == kernels.BFLOAT16:
+            loss = loss.astype(jnp.float32)  # ONNX Runtime gives no array of bfloat16 back
         if optimizer is not None:
             import optax
 

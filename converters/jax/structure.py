@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import onnx_ir as ir
 from jax.extend import core
@@ -247,46 +248,64 @@ def _spread(low: Lowering, x: Tensor, fill: Tensor, axis: int, between: int) -> 
 
 @lowering("bitcast_convert_type")
 def bitcast_convert_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Cast between integers of equal size; convert bits to float32 by arithmetic, exact except for NaNs."""
+    """Cast between integers of equal size; convert bits to floats by arithmetic, exact except for NaNs."""
     dtype = kernels.dtype_of_aval(eqn.outvars[0].aval)
-    if x.dtype.kind in "iu" and dtype.kind in "iu" and x.dtype.itemsize == dtype.itemsize:
+    same = x.dtype.kind in "iu" and x.dtype.itemsize == dtype.itemsize
+    if same and dtype.kind in "iu":
         return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
-    if dtype != np.float32 or x.dtype.name not in ("uint32", "int32"):
+    if not same or not jnp.issubdtype(dtype, jnp.floating):
         raise ConversionError(f"bitcast_convert_type from {x.dtype} to {dtype} has no lowering to ONNX")
-    one = Tensor(low.emit.constant(np.float32(1)), (), (), dtype)
-    unit = low.array(np.float32(2**-23))
-    fraction = _mantissa_below_two(x)
+    numbers, unsigned = (np.float64, np.uint64) if dtype.itemsize == 8 else (np.float32, np.uint32)
+    kind, bits = jnp.finfo(dtype), low.cast(x.value, f"uint{8 * x.dtype.itemsize}")
+    unit = low.array(numbers(kind.eps))
+    fraction = _mantissa_below_two(bits, kind)
     if fraction is not None:  # 1.0 <= result < 2, as in random uniform numbers
-        bits = Tensor(low.cast(fraction, dtype), x.axes, x.shape, dtype)
-        return low.elementwise("Add", low.elementwise("Mul", bits, unit), one)
-    words = Tensor(low.cast(x.value, np.uint32), x.axes, x.shape, np.dtype(np.uint32))
+        mantissa = Tensor(low.cast(fraction, numbers), x.axes, x.shape, np.dtype(numbers))
+        total = low.elementwise("Add", low.elementwise("Mul", mantissa, unit), low.array(numbers(1)))
+        return Tensor(low.cast(total.value, dtype), x.axes, x.shape, dtype)
+    words = Tensor(low.cast(bits, unsigned), x.axes, x.shape, np.dtype(unsigned))
 
-    def field(shift: int, mask: int) -> Tensor:
-        moved = low.elementwise("BitShift", words, low.array(np.uint32(shift)), direction="RIGHT") if shift else words
-        return low.elementwise("BitwiseAnd", moved, low.array(np.uint32(mask)))
+    def field(shift: int, count: int) -> Tensor:
+        moved = low.elementwise("BitShift", words, low.array(unsigned(shift)), direction="RIGHT") if shift else words
+        return low.elementwise("BitwiseAnd", moved, low.array(unsigned(2**count - 1)))
 
-    exponent, scale = field(23, 255), np.ldexp(1.0, np.maximum(np.arange(256), 1) - 127)
-    table = low.emit.constant(np.where(np.arange(256) == 255, np.inf, scale).astype(np.float32))
+    def number(z: Tensor) -> Tensor:
+        return Tensor(low.cast(z.value, numbers), z.axes, x.shape, np.dtype(numbers))
+
+    exponents, exponent = np.arange(2**kind.nexp), field(kind.nmant, kind.nexp)
+    scale = np.ldexp(1.0, np.maximum(exponents, 1) - exponents.size // 2 + 1)
+    table = low.emit.constant(np.where(exponents == exponents.size - 1, np.inf, scale).astype(numbers))
     size = low.op("Gather", table, low.cast(exponent.value, np.int32), shape=exponent.physical, axis=0)
-    mantissa = field(0, 2**23 - 1)
-    fraction_part = low.elementwise("Mul", Tensor(low.cast(mantissa.value, dtype), x.axes, x.shape, dtype), unit)
-    implied = low.elementwise("Min", exponent, low.array(np.uint32(1)))
-    total = low.elementwise("Add", fraction_part, Tensor(low.cast(implied.value, dtype), x.axes, x.shape, dtype))
-    positive = low.elementwise("Mul", total, Tensor(size, exponent.axes, x.shape, dtype))
-    negative = Tensor(low.cast(field(31, 1).value, np.bool_), x.axes, x.shape, np.dtype(np.bool_))
-    return low.elementwise("Where", negative, low.elementwise("Neg", positive), positive, dtype=dtype)
+    fraction_part = low.elementwise("Mul", number(field(0, kind.nmant)), unit)
+    implied = low.elementwise("Min", exponent, low.array(unsigned(1)))
+    total = low.elementwise("Add", fraction_part, number(implied))
+    positive = low.elementwise("Mul", total, Tensor(size, exponent.axes, x.shape, np.dtype(numbers)))
+    negative = Tensor(low.cast(field(kind.bits - 1, 1).value, np.bool_), x.axes, x.shape, np.dtype(np.bool_))
+    made = low.elementwise("Where", negative, low.elementwise("Neg", positive), positive, dtype=numbers)
+    return Tensor(low.cast(made.value, dtype), made.axes, x.shape, dtype)
 
 
-def _mantissa_below_two(x: Tensor) -> ir.Value | None:
-    """Return m if x is ``m | bits of 1.0`` and m is the result of a right shift by 9; None otherwise."""
-    node = x.value.producer()
+def _mantissa_below_two(bits: ir.Value, kind: Any) -> ir.Value | None:
+    """Return m if bits are ``m | bits of 1.0``, and m the result of a right shift to the mantissa's bits; None
+    otherwise."""
+    node = _uncast(bits)
     if node is None or node.op_type != "BitwiseOr":
         return None
     mantissa, ones = node.inputs
-    assert mantissa is not None and ones is not None
-    shift = mantissa.producer()
-    if ones.const_value is None or ones.const_value.numpy().tolist() != 0x3F800000 or shift is None:
+    shift = _uncast(mantissa)
+    one = int(np.ones((), kind.dtype).view(f"uint{kind.bits}"))
+    if shift is None or shift.op_type != "BitShift" or (_constant(ones), _constant(shift.inputs[1])) != (
+        one, kind.bits - kind.nmant
+    ):  # fmt: skip
         return None
-    amount = shift.inputs[1] if shift.op_type == "BitShift" else None
-    known = None if amount is None or amount.const_value is None else amount.const_value.numpy().tolist()
-    return mantissa if known == 9 and shift.attributes["direction"].as_string() == "RIGHT" else None
+    return mantissa if shift.attributes["direction"].as_string() == "RIGHT" else None
+
+
+def _uncast(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that makes a value, before casts between integers."""
+    node = None if value is None else value.producer()
+    return _uncast(node.inputs[0]) if node is not None and node.op_type == "Cast" else node
+
+
+def _constant(value: ir.Value | None) -> object:
+    return None if value is None or value.const_value is None else value.const_value.numpy().tolist()

@@ -129,6 +129,8 @@ BATTERY = {
     "transpose": (lambda x: jnp.transpose(x, (2, 0, 1)).sum(1) * x[:, 0], shaped(4, 4, 4)),
     "checkpoint": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain),
     "vmap": (jax.vmap(lambda r: r @ r * r), plain),
+    "diagonal": (lambda x: jnp.diag(x @ x.T) + jnp.diagonal(x[:, :3]) ** 2, plain),
+    "platform": (lambda x: lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos, default=jnp.tanh), plain),
     # products
     "dot": (lambda x: x @ x.T @ random(3, 5), plain), "dot vector": (lambda x: x[0] @ x.T, plain),
     "outer": (lambda x: jnp.outer(x[0], x[1]), plain),
@@ -229,6 +231,8 @@ WHOLE = np.array([-(2**31), -7, -1, 0, 1, 6, 2**31 - 1], np.int32)
 BY = np.array([-1, 0, 2, 0, -2, 3, -1], np.int32)
 AMOUNTS = np.array([0, 1, 31, 32, 40, -1, 7], np.int32)
 HOLES = np.array([[3, np.nan, 1, np.nan, 2, np.inf], [np.nan, 5, -np.inf, 4, np.nan, -0.5]], np.float32)
+BYTES = np.array([-128, -7, -1, 0, 1, 90, 127], np.int32)
+HALVES_OF_BITS = np.array([0, 1, 0x8001, 0x3C00, 0x3F80, 0xBC01, 0x4049, 0x2E66], np.uint16)
 EDGES = {  # values that the first batch may lack: they are inputs of the run
     "int8": (lambda v: v.astype(jnp.int8), NUMBERS), "uint8": (lambda v: v.astype(jnp.uint8), NUMBERS),
     "int32": (lambda v: v.astype(jnp.int32) // 1000, NUMBERS), "uint32": (lambda v: v.astype(jnp.uint32), NUMBERS),
@@ -240,6 +244,13 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
     "logical": (lambda v: lax.shift_right_logical(jnp.full(7, -5, jnp.int32), v) // 1000, AMOUNTS),
     "arithmetic": (lambda v: lax.shift_right_arithmetic(jnp.full(7, -50, jnp.int32), v), AMOUNTS),
     "arithmetic by constants": (lambda v: lax.shift_right_arithmetic(v, AMOUNTS), WHOLE // 1000),
+    **{f"shifts of {kind}": (lambda v, kind=kind: shifts(v.astype(kind), AMOUNTS.astype(kind)), BYTES)
+       for kind in ("int8", "uint8", "int16", "uint16", "uint32")},
+    "sums in windows": (lambda v: [window(v, lax.add, 0, (2, 3), (1, 2), [(1, 0), (2, 1)]),
+                                   window(v.astype(jnp.int8), lax.add, np.int8(0), (1, 2), (1, 1),
+                                          window_dilation=(1, 2))], np.arange(90, 105, dtype=np.int32).reshape(3, 5)),
+    "bits of bfloat16": (lambda v: lax.bitcast_convert_type(v, jnp.bfloat16), HALVES_OF_BITS),
+    "bits of float16": (lambda v: lax.bitcast_convert_type(v, jnp.float16), HALVES_OF_BITS),
     "nanmedian": (lambda v: jnp.nanmedian(v, 1), HOLES[:, :5] * [[1], [1 / np.float32(3)]]),
     "argsort": (lambda v: jnp.argsort(v, 1), HOLES),
     "order of bools": (lambda v: (v < 3) < (v > 1), WHOLE),
@@ -256,6 +267,11 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
     "sum of bytes": (lambda v: lax.reduce_sum(jnp.broadcast_to(v[0] * 0 + 1, (300,)), (0,)), np.ones(1, np.uint8)),
     "cropped beyond": (lambda v: lax.pad(v, np.float32(7), [(-3, 5, 0)]), np.array([1, 2], np.float32)),
 }  # fmt: skip
+
+
+def shifts(v, by):
+    return [(v << 4) >> 4, v >> 3, lax.shift_right_logical(v, 0 * v + 2), lax.shift_left(v, by) // 16,
+            lax.shift_right_arithmetic(v, by)]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -309,6 +325,32 @@ def test_indices_that_are_inside_are_not_compared_with_the_ends(function) -> Non
     assert not {"GreaterOrEqual", "LessOrEqual", "Max"} & {node.op_type for node in model.graph.node}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_floats_of_many_keys_are_jaxs(dtype: str) -> None:
+    """Under vmap, counts have another shape than those of one key."""
+
+    def loss(x, keys):
+        drawn = [
+            jax.vmap(lambda key: jax.random.uniform(key, (128, 64), dtype))(keys[:, 0]),
+            jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (96, 48), dtype), out_axes=1))(keys),
+            jax.random.uniform(keys[0, 0], (128, 64), dtype),
+            jax.random.normal(keys[0, 1], (50,), dtype),
+        ]
+        return weighted(lambda x: [array.astype(jnp.float32) * x[0] for array in drawn])(x)
+
+    worst_error(loss, random(2), jax.random.split(jax.random.key(0), (128, 2)))
+
+
+def test_random_floats_and_shifts_in_64_bits() -> None:
+    with jax.enable_x64(True):
+        for kind in ("int64", "uint64"):
+            worst_error(weighted(lambda x, v: shifts(v, AMOUNTS.astype(v.dtype))), random(2), BYTES.astype(kind))
+        keys = jax.random.split(jax.random.key(0), 3)
+        drawn = weighted(lambda x, keys: [x[0] * jax.vmap(lambda key: jax.random.uniform(key, (9,)))(keys),
+                                          x[1] * jax.random.bernoulli(keys[0], 0.5, (8,))])  # fmt: skip
+        worst_error(drawn, np.array([1.0, 2.0]), keys)
+
+
 def test_the_gradient_of_the_logarithm_of_a_sigmoid():
     """ONNX Runtime's Sigmoid is 0 at -20: the loss was infinite, and its gradient NaN."""
     worst_error(lambda x: -jnp.log(jax.nn.sigmoid(x)).sum(), np.array([-50, -20, -17, -16, -10, 0, 20], np.float32))
@@ -336,6 +378,11 @@ def test_the_file_says_how_far_both_are_from_float64(monkeypatch):
 @pytest.mark.parametrize("name", HALVES)
 def test_half_precision_is_checked_with_its_own_tolerance(name: str) -> None:
     export_training_step(weighted(HALVES[name]), random(3, 4))
+
+
+def test_a_loss_in_bfloat16_is_written_in_float32() -> None:
+    step = export_training_step(lambda w, x: (x @ w).astype(jnp.bfloat16).mean(), random(4, 2), random(3, 4))
+    assert step.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
 
 
 def test_the_ends_of_the_inverse_error_function():
