@@ -6,7 +6,7 @@ megabytes more than their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,13 @@ class DeviceMemory:
         Name of the device, as in ``OrtValue``.
     fixed : bool
         Whether no address may change: all inputs have their places from the start, and are copied there.
+
+    Attributes
+    ----------
+    lying : dict of str to DeviceArray
+        Inputs that lie where another library holds them.
+    use : int
+        Number of the last use, see `take`.
     """
 
     def __init__(self, binding: Any, step: SessionPlan, device: str, fixed: bool = False) -> None:
@@ -98,6 +105,7 @@ class DeviceMemory:
         self._blocks: list[Block] = []
         self._place: dict[str, int] = {}  # addresses of inputs in these blocks
         self.lying: dict[str, DeviceArray] = {}
+        self.use = 0
         self._fed: set[str] = set()
         self._bound = [place.name for place in step.places]
         for place in step.places:
@@ -134,6 +142,17 @@ class DeviceMemory:
         """Return the address of an input."""
         return self.lying[name].address if name in self.lying else self._place[name]
 
+    def take(self, names: Container[str]) -> int:
+        """Begin a use of this memory that gives these inputs, so that others have their defaults; return its number."""
+        self.use += 1
+        if left := {name for name in self._fed if name not in names}:
+            self._fed -= left
+            self.lying = {name: array for name, array in self.lying.items() if name not in left}
+            self._binding.clear_binding_inputs()
+            for name in self.fed:
+                self._bind_input(name)
+        return self.use
+
     def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes."""
         changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
@@ -169,10 +188,6 @@ class DeviceMemory:
     def fed(self) -> list[str]:
         """Return the inputs that have been given a value, in the step's order."""
         return [name for name in self._formals if name in self._fed]
-
-    def unfed(self) -> list[str]:
-        """Return the inputs that need a value and have none yet."""
-        return [name for name in self._formals if name not in self._fed and name not in self._step.defaults]
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Return a copy of the current value of an input that has been given one."""

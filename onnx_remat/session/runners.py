@@ -20,16 +20,26 @@ from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
 
 
-def _left_to_apply(outputs: Iterable[str], state: Container[str], renewed: Iterable[str]) -> dict[str, str]:
+def _left_to_apply(outputs: Iterable[str], inputs: Container[str], renewed: Iterable[str]) -> dict[str, str]:
     """Return the parameter of each gradient that the model leaves to the caller to apply."""
     done = set(renewed)
-    return {name: target for name, target in gradients(outputs).items() if target in state and target not in done}
+    return {name: target for name, target in gradients(outputs).items() if target in inputs and target not in done}
 
 
-def _renewed(session: Session, state: Container[str]) -> dict[str, str]:
+def _renewed(session: Session) -> dict[str, str]:
     """Return the input of each output that is its next value: by the session's own pairs, else by their names."""
-    pairs = renewals((a.name for a in session.inputs), (a.name for a in session.outputs)) | dict(session.renewals)
-    return {output: name for output, name in pairs.items() if name in state}
+    return renewals((a.name for a in session.inputs), (a.name for a in session.outputs)) | dict(session.renewals)
+
+
+def _check_complete(
+    inputs: Iterable[str], state: Container[str], defaults: Container[str], renewed: Container[str]
+) -> None:
+    """Raise UsageError for an input without a value: a default is none for an input that steps renew."""
+    for name in inputs:
+        if name not in state and name in renewed:
+            raise UsageError(f"no value for input {name!r}, which steps renew: pass it in `state`")
+        if name not in state and name not in defaults:
+            raise UsageError(f"no value for input {name!r}")
 
 
 def _check_numbers(outputs: Iterable[Array], gradients: Container[str]) -> None:
@@ -55,19 +65,17 @@ class InPlaceRunner:
         given = checked(self.formals, state)
         self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
         self._own = set(self._arrays if copy else ())
-        if missing := [name for name in self.formals if name not in state and name not in session.defaults]:
-            raise UsageError(f"no value for input {missing[0]!r}")
+        renewed = _renewed(session)
+        self._gradients = _left_to_apply(outputs, self.formals, renewed.values())
+        self._trained = {*renewed.values(), *self._gradients.values()}
+        self.optional = frozenset(session.defaults) - self._trained
+        _check_complete(self.formals, state, self.optional, self._trained)
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        renewed = _renewed(session, state)
         self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
-        self._gradients = _left_to_apply(outputs, state, renewed.values())
         _check_numbers(session.outputs, self._gradients)
-        self._trained = {*renewed.values(), *self._gradients.values()}
         if not copy:
             _check_trainable(self._arrays, self._trained)
-        kept = renewals((a.name for a in session.inputs), outputs) | dict(session.renewals) | gradients(outputs)
-        self.optional = frozenset(session.defaults) - {*kept.values()}
 
     def empty(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only array of an input's type and shape."""
@@ -136,19 +144,29 @@ class DeviceRunner(_WithoutForgetting):
         check_state(self.formals, state, on_device=True)
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        renewed = _renewed(session, state)
+        renewed = _renewed(session)
         self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
-        self._gradients = _left_to_apply(outputs, state, renewed.values())
+        self._gradients = _left_to_apply(outputs, self.formals, renewed.values())
+        trained = {*renewed.values(), *self._gradients.values()}
+        _check_complete(self.formals, state, session.defaults, trained)
         _check_numbers(session.outputs, self._gradients)
-        if not copy:
-            self._device.bind(_lying(self._device, state, {*renewed.values(), *self._gradients.values()}))
+        lying = {} if copy else _lying(self._device, state, trained)
+        self._use = self._device.take(state)
+        self._device.bind(lying)
         for name in state:  # one by one, as a mapping may read them from a file
-            if name not in self._device.lying:
-                self.feed({name: state[name]})
-        if missing := self._device.unfed():
-            raise UsageError(f"no value for input {missing[0]!r}")
+            if name not in lying:
+                self._device.feed(dict(checked({name: self.formals[name]}, {name: state[name]}, on_device=True)))
+
+    def _check_use(self) -> None:
+        """Raise UsageError where the session's memory contains somebody else's state now."""
+        if self._device.use != self._use:
+            raise UsageError(
+                "the session was used since by another Loop, or by `run`, and has the state of that: open a Session "
+                "for each"
+            )
 
     def feed(self, batch: Mapping[str, Any]) -> None:
+        self._check_use()
         self._device.feed(dict(checked(self.formals, batch, on_device=True)), where_they_lie=True)
 
     def step(self) -> float:
@@ -163,6 +181,7 @@ class DeviceRunner(_WithoutForgetting):
         return self._formal.number(made[self._loss])
 
     def arrays(self) -> Arrays:
+        self._check_use()
         arrays = {name: self._device.read(name) for name in self._device.fed}
         for array in arrays.values():
             array.flags.writeable = False
@@ -219,22 +238,23 @@ class FeedbackRunner(_WithoutForgetting):
         self._session, self._loss, self._rate, self._device = session, loss, rate, device
         self.donated: Mapping[str, str] = {}
         self.formals = {value.name: formal(value) for value in session.get_inputs()}
-        given = checked(self.formals | overridable(session), state)
+        defaults = overridable(session)
+        self.formals |= defaults
+        given = checked(self.formals, state)
         # On the CPU a value has the memory of the array: the caller's must not change with it.
         self._values = {
             name: OrtValue.ortvalue_from_numpy(np.array(array, order="C"), device, 0) for name, array in given
         }
-        if missing := [name for name in self.formals if name not in state]:
-            raise UsageError(f"no value for input {missing[0]!r}")
-        self.formals |= overridable(session)
         outputs = {value.name: formal(value) for value in session.get_outputs()}
         check_loss(outputs, loss)
         self._outputs = list(outputs)
-        self._renews = renewals(state, self._outputs)
+        self._renews = renewals(self.formals, self._outputs)
         reason = "a session of onnxruntime's own runs the step"
         self.not_donated: Mapping[str, str] = dict.fromkeys(self._renews, reason)
-        self._gradients = _left_to_apply(self._outputs, state, self._renews.values())
-        self._sums = gradient_sums(state)
+        self._gradients = _left_to_apply(self._outputs, self.formals, self._renews.values())
+        self._sums = gradient_sums(self.formals)
+        trained = {*self._renews.values(), *self._gradients.values(), *self._sums, *self._sums.values()}
+        _check_complete(self.formals, state, defaults, trained)
         self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
         self._binding = session.io_binding()
         for name, value in self._values.items():

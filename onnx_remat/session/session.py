@@ -231,12 +231,15 @@ class Session:
             onnxruntime failed during the step: some donated inputs may be renewed and others not.
         """
         with self.lock:
+            if self._device is not None:
+                self._check_complete(feeds)
+                self._device.take(feeds)
             self.execute(feeds)
             made = self.results(copy=copy)
         return {array.name: made[array.name] for array in self.outputs}
 
     def execute(self, feeds: Mapping[str, Any]) -> None:
-        """Run the step once and leave the outputs in the slab; see `results`.
+        """Run the step once and leave the outputs in the slab; see `results`. On a device, inputs keep earlier values.
 
         Hold `lock` until they are read, where other threads run the session, or one with the same slab.
         """
@@ -331,24 +334,21 @@ class Session:
         for name in feeds:
             if name not in self._formals:
                 raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._formals)}")
-        missing = [name for name in self._formals if name not in feeds and name not in self._step.defaults]
-        if self._device is not None:
-            missing = [name for name in self._device.unfed() if name not in feeds]
-        if missing:
-            raise UsageError(f"no value for input {missing[0]!r}")
         for name, default in self._step.shaping.items():
             if name in feeds and np.asarray(feeds[name]).tolist() != default:
                 raise UsageError(
                     f"input {name!r} decides shapes, for which the session was planned with its default {default}: "
                     "leave it out, or change the default and open the model again"
                 )
-        if self._device is None and not feeds.keys() >= self._bound.keys():  # an input with a default was given before
+        if self._device is not None:
+            self._check_complete([*feeds, *self._device.fed])
+            self._feed_device(self._device, feeds)
+            return
+        self._check_complete(feeds)
+        if not feeds.keys() >= self._bound.keys():  # an input with a default was given before
             self._binding.clear_binding_inputs()
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
-        if self._device is not None:
-            self._feed_device(self._device, feeds)
-            return
         new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
         self._check_memory(arrays, renewed)
@@ -362,6 +362,12 @@ class Session:
             self._bound[name] = address, array
             if name in renewed:
                 self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
+
+    def _check_complete(self, given: Container[str]) -> None:
+        """Raise UsageError for an input that has neither a value nor a default."""
+        for name in self._formals:
+            if name not in given and name not in self._step.defaults:
+                raise UsageError(f"no value for input {name!r}")
 
     def _check_memory(self, new: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) -> None:
         """Raise UsageError if an array lies in the slab, or one that is renewed shares memory with another."""
@@ -457,10 +463,9 @@ def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False)
         array = np.asarray(value)
         numbers = not hasattr(value, "dtype") and formal.dtype not in BY_BITS
         if numbers and (np.can_cast(array.dtype, dtype, "same_kind") or {array.dtype.kind, dtype.kind} <= {"i", "u"}):
-            try:
-                array = np.asarray(value, dtype)
-            except OverflowError as error:
-                raise UsageError(f"input {formal.name!r} is of type {dtype}: {error}") from error
+            given, array = array, array.astype(dtype)
+            if dtype.kind in "iu" and (lost := given[given != array]).size:  # numpy 1 wraps, and numpy 2 raises
+                raise UsageError(f"input {formal.name!r} is of type {dtype}: {lost.flat[0]} does not fit it")
     bits = formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize and array.dtype.kind in "uV"
     if array.dtype != dtype and not (bits and array.dtype.isnative):
         raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")

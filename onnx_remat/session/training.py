@@ -40,8 +40,9 @@ class Loop:
     model : path, bytes, onnx.ModelProto, Result, Session or onnxruntime.InferenceSession
         A training step, or a session that runs one.
     state : mapping of str to array
-        A value for every input. Each is read once, so that ``numpy.load("state.npz")`` has one array in memory at a
-        time. Memory of arrays that the caller drops returns to the system before the next step.
+        A value for every input; one that no step renews may have a default instead. Each is read once, so that
+        ``numpy.load("state.npz")`` has one array in memory at a time. Memory of arrays that the caller drops returns to
+        the system before the next step.
     loss : str
         The output that `step` returns, a single number.
     rate : float
@@ -116,8 +117,7 @@ class Loop:
         ModelError
             The step failed before its end: some state is renewed and some is not. Continue with `load` or `restore`.
         """
-        if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state first")
+        self._check_whole()
         self._runner.feed(batch or {})
         self._failed = "interrupted"
         try:
@@ -128,16 +128,23 @@ class Loop:
         self._failed = ""
         return loss
 
+    def _check_whole(self) -> None:
+        """Raise UsageError after a step that renewed some state and not the rest."""
+        if self._failed:
+            raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state first")
+
     def state(self) -> Arrays:
-        """Return copies of the current values of all inputs."""
+        """Return copies of the current values of all inputs; UsageError if an earlier step failed."""
+        self._check_whole()
         heap.trim_soon()
         return {name: array.copy() for name, array in self._runner.arrays().items()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only view of an input's current value, to read between steps.
 
-        With a model or a `Session`, later steps update the same array.
+        With a model or a `Session`, later steps update the same array. UsageError if an earlier step failed.
         """
+        self._check_whole()
         arrays = self._runner.arrays()
         if name not in arrays:
             raise UsageError(f"the model has no input {name!r}: it has {', '.join(arrays)}")
@@ -163,8 +170,7 @@ class Loop:
 
         The file does not contain the state of random generators inside onnxruntime (Dropout's).
         """
-        if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): load or restore the state before saving")
+        self._check_whole()
         state_file.write(path, self._runner.arrays())
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -198,6 +204,8 @@ class Loop:
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:
     """Return a first value for every input: from a file where it has one, else by the input's name and shape.
 
+    Inputs that no step renews keep their defaults, where they have one.
+
     The file is an ``.npz``, or a checkpoint of onnxruntime-training where that is installed.
 
     Optimizer state, biases and running means start at zero, gains and running variances at one, weights are normal with
@@ -205,11 +213,13 @@ def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike
     """
     generator = np.random.default_rng(0)
     given = _read_state(path) if path else {}
-    renewed = set(renewals((v.name for v in session.get_inputs()), (v.name for v in session.get_outputs())).values())
-    renewed |= set(gradients(v.name for v in session.get_outputs()).values())
-    renewed |= set(gradient_sums(v.name for v in session.get_inputs()).values())
+    defaults = session.get_overridable_initializers()
+    inputs = [value.name for value in (*session.get_inputs(), *defaults)]
+    outputs = [value.name for value in session.get_outputs()]
+    sums = gradient_sums(inputs)
+    renewed = {*renewals(inputs, outputs).values(), *gradients(outputs).values(), *sums.values()}
     state = {}
-    for value in session.get_inputs():
+    for value in (*session.get_inputs(), *(value for value in defaults if value.name in renewed | sums.keys())):
         kind = value.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(DTYPES.get(kind, kind))
         if unknown := [d for d in value.shape if not isinstance(d, int) and d not in dims]:

@@ -203,6 +203,18 @@ def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
     assert found["live"] <= 512
 
 
+@needs_device
+def test_a_session_is_used_again_without_what_was_there_before(tmp_path):
+    path, model = tmp_path / "update.onnx", update()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(70, np.float32), "scale"))
+    onnx.save(model, path)
+    found = here.ask("tests.support.fake_cuda.again", {"path": str(path)})
+    assert found["lying"] == {"starts": True, "apart": True}
+    stepped, read, fine, ran = found["shared"]
+    assert fine == "" and stepped == read == ran and "the session was used since by another Loop" in ran
+    assert found["left_out"] == {"differ": True, "again": True, "refused": "no value for input 'w'"}
+
+
 REFUSED = [
     ("graph", "cuda_graph renews input"), ("odd", "input 'w' does not begin at a multiple of 16 bytes"),
     ("strided", "input 'w' is not contiguous"), ("read-only", "input 'w' is renewed in place: pass a writeable"),

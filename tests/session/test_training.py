@@ -200,8 +200,9 @@ def test_a_step_that_failed_midway_is_not_gone_on_from(tmp_path):
         loop.step({"i": np.array([64])})
     with pytest.raises(UsageError, match=r"an earlier step failed midway \(.*\): load or restore the state first"):
         loop.step({"i": np.array([3])})
-    with pytest.raises(UsageError, match="load or restore the state before saving"):
-        loop.save(tmp_path / "t")
+    for look in (loop.state, lambda: loop.view("q"), lambda: loop.save(tmp_path / "t")):  # q is renewed, i is not
+        with pytest.raises(UsageError, match=r"failed midway .*: load or restore the state first"):
+            look()
     with pytest.raises(ModelError, match="cannot read"):
         loop.load(tmp_path / "t")
     loop.load(tmp_path / "s")
@@ -368,3 +369,21 @@ def test_weights_with_a_default_are_state_all_the_same(tmp_path):
     with pytest.raises(UsageError, match="no value for input 'w'"):
         loop.restore({"rate": np.float32(0.25)})
     assert loop.step() == 32
+
+
+@pytest.mark.parametrize("left", ["new", "grad"])
+@pytest.mark.parametrize("by", ["session", "onnxruntime"])
+def test_a_default_is_no_first_value_of_what_steps_renew(by, left):
+    nodes = [
+        helper.make_node("Mul", ["w", "x"], ["p"]), helper.make_node("ReduceSum", ["p"], ["loss"], keepdims=0),
+        helper.make_node("Neg", ["p"], [f"{left}.w"]),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": [64], "w": [64]}, {"loss": [], f"{left}.w": [64]})
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(64, np.float32), "w"))
+    state = {"x": np.ones(64, np.float32)}
+    opened = plain_session(model) if by == "onnxruntime" else model
+    with pytest.raises(UsageError, match="no value for input 'w', which steps renew: pass it in `state`"):
+        Loop(opened, state)
+    assert sorted(initial_state(plain_session(model), {})) == ["w", "x"]
+    loop = Loop(opened, state | {"w": np.ones(64, np.float32)}, rate=1)
+    assert [loop.step(), loop.step()] == [64, -64 if left == "new" else 128]
