@@ -108,6 +108,24 @@ def test_running_statistics_stay_with_the_gradients_and_counts_go_where_they_are
     assert_same(model, parts, feeds_for(model))
 
 
+def test_an_average_of_old_weights_is_renewed_once_per_update():
+    """And one of that, but not what the forward pass reads, as a weight's spectral norm does."""
+    nodes = [
+        *GRADIENT, *SGD, MAKE("Mul", ["w", "k"], ["wk"]), MAKE("Add", ["ema", "wk"], ["new.ema"]),
+        MAKE("Mul", ["ema", "k"], ["ek"]), MAKE("Add", ["slow", "ek"], ["new.slow"]),
+        MAKE("Mul", ["u", "w"], ["new.u"]), MAKE("Add", ["h", "u"], ["hu"]),
+    ]  # fmt: skip
+    names = ("w", "ema", "slow", "u")
+    model = small(nodes, {f"new.{n}": [4, 4] for n in names}, names)
+    tanh = next(node for node in model.graph.node if node.op_type == "Tanh")
+    tanh.input[0] = "hu"
+    model.graph.node.insert(1, model.graph.node.pop())
+    parts = split_step(model)
+    assert [value.name for value in parts.gradients.graph.output] == ["loss", "new.u", "grad.w"]
+    assert [value.name for value in parts.update.graph.output] == ["new.w", "new.ema", "new.slow"]
+    assert_same(model, parts, feeds_for(model))
+
+
 def test_parameters_that_share_a_gradient_have_an_input_each():
     nodes = [
         MAKE("Add", ["w", "v"], ["wv"]), MAKE("Mul", ["x", "wv"], ["y"]),

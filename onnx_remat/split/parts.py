@@ -92,15 +92,28 @@ def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[
 def _sides(step: StepParts, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the outputs of the update, and those of the first part: the loss, and all that do not need the update.
 
-    A renewal that depends on neither part, such as a count of steps, belongs to the part that reads its input.
+    A renewal that depends on neither part, such as a count of steps, belongs to the part that reads its input. One that
+    neither reads, such as an average of weights, belongs to the update if it reads what the update renews: it would
+    be repeated for every batch whose gradients are summed.
     """
     outputs = [value.name for value in step.graph.model.graph.output]
     follows = descendants(step.graph, cut.values())
     update = [name for name in outputs if name in follows and name not in {*known, *cut.values()}]
     open_yet = [name for name in outputs if name in step.renews and name not in {*update, *known}]
+    forward = {name for index in step.forward for name in step.graph.ops[index].reads}
+
+    def reads(names: Sequence[str]) -> set[str]:
+        return {name for op in needed(step, names, cut.values()) for name in op.reads}
+
     while True:
-        read = {name for op in needed(step, update, cut.values()) for name in op.reads}
-        if not (found := [name for name in open_yet if step.renews[name] in read and name not in update]):
+        read, renewed = reads(update), {step.renews[name] for name in update if name in step.renews}
+        found = [
+            name
+            for name in open_yet
+            if name not in update
+            and (step.renews[name] in read or (step.renews[name] not in forward and renewed & reads([name])))
+        ]
+        if not found:
             break
         update += found
     update = [name for name in outputs if name in update]
