@@ -157,12 +157,12 @@ class Ranks:
             engine.all_reduce(tensor)
         return [float(number) for number in tensor]
 
-    def least(self, number: int) -> int:
-        """Return the minimum of a number over all ranks."""
-        tensor = torch.tensor([number])
+    def least(self, *numbers: int) -> list[int]:
+        """Return the minima of some numbers over all ranks."""
+        tensor = torch.tensor(numbers)
         with _lost(self.doing):
             engine.all_reduce(tensor, op=engine.ReduceOp.MIN)
-        return int(tensor.item())
+        return [int(number) for number in tensor]
 
     def from_rank(self, array: Array, rank: int = 0) -> None:
         """Copy an array from one rank to all others."""

@@ -74,6 +74,9 @@ class Memory:
     ----------
     step, update : dict of str to array
         Inputs by name. An input of both exists once; with shards, parameters and gradients of the update are slices.
+    fed : dict of str to array
+        Inputs of the unsharded update that batches may feed, such as a learning rate, whether or not this rank's share
+        reads them.
     weights, sums, statistics : tuple of array
         The flat buffers of parameters, of their gradients, and of the state that the step itself renews.
     """
@@ -112,6 +115,13 @@ class Memory:
             self.update[array.name] = (
                 array_of(array.dtype_name, array.shape) if found is None else found.reshape(array.shape)
             )
+        divided = {*self.renewed, *(name for shard in shards for name in shard.pieces)}
+        read = self.step | self.update
+        self.fed: dict[str, Array] = {
+            name: read[name] if name in read else array_of(*kind)
+            for name, kind in whole.items()
+            if name not in divided and not name.startswith(GRADIENT)
+        }
 
     def _views(self) -> dict[str, Array]:
         found: dict[str, Array] = {}
@@ -138,8 +148,8 @@ class Memory:
 
     # State
 
-    def adopt(self, state: Mapping[str, Array], fed: set[str]) -> set[str]:
-        """Set all ranks to the first rank's state; return the inputs that every batch must contain.
+    def adopt(self, state: Mapping[str, Array], filled: set[str]) -> set[str]:
+        """Set all ranks to the first rank's state; return the inputs that batches must contain, except `filled` ones.
 
         Raises
         ------
@@ -152,11 +162,12 @@ class Memory:
             raise UsageError(f"no value for input {missing[0]!r}")
         for name in [name for name in {**self._whole, **self.step} if name in given]:
             self.set(name, state.get(name))
-        return {n for n in (*self.step, *self.update) if n not in fed and n not in given and not n.startswith(GRADIENT)}
+        names = (*self.step, *self.update, *self.fed)
+        return {n for n in names if n not in filled and n not in given and not n.startswith(GRADIENT)}
 
     def set(self, name: str, value: Array | None) -> None:
         """Set an input on every rank to the first rank's value."""
-        mine, whole = self.update.get(name), self.step.get(name)
+        mine, whole = self.update.get(name), (self.step | self.fed).get(name)
         if whole is None and name not in self._pieces:
             whole = mine
         if whole is None:
@@ -189,7 +200,7 @@ class Memory:
         shards = enumerate(self._shards)
         pieces = {rank: shard.pieces[name] for rank, shard in shards if name in shard.pieces}
         if not pieces:  # a number, on the rank that renews it
-            owner = int(self._ranks.least(self._ranks.rank if name in self.update else self._ranks.count))
+            (owner,) = self._ranks.least(self._ranks.rank if name in self.update else self._ranks.count)
             pieces = {owner: Piece(0, flat.size, flat.size)}
         for rank, piece in pieces.items():
             if rank == self._ranks.rank:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -27,10 +27,13 @@ from onnx_remat.distributed.memory import Memory, Taken, array_of
 from onnx_remat.distributed.parts import Parts, prepare_apart
 from onnx_remat.distributed.settings import Settings
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
+from onnx_remat.ir import graph as graphs
 from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap, state_file
 from onnx_remat.session.interface import Formal, check_loss, check_state
+from onnx_remat.session.plan_session import BY_BITS
 from onnx_remat.session.session import Session, seed_draws
 
 if TYPE_CHECKING:
@@ -130,20 +133,23 @@ class DataParallel:
         if seed is not None:
             seed_draws(seed + self.rank)
         self._loss, self._threads = options.get("loss") or self.parts.loss, threads or _threads()
-        self._dims = dict(options.get("dims") or {})
         self.steps, self.times, self._failed = 0, Times(), ""
         whole = onnx.ModelProto.FromString(self.parts.update)
+        if self.ranks > 1:
+            _check_same_draws(whole)
         parameters = layout_of(whole, self.ranks)
         collectives.check_wire(wire, {slot.name: flat.dtype for flat in parameters for slot in flat.slots})
         self._update = self._open_update(whole)
-        self._session = self._open(self._dims)
+        self._session = self._open(options.get("dims") or {})
+        self._formal = next(array for array in self._session.outputs if array.name == self._loss)
+        self._dims = _sizes(self.parts.gradients, {array.name: array.shape for array in self._session.inputs})
+        self._planned_dims = self._dims
         kinds = {value.name: kind_of(value) for value in whole.graph.input}
         renewed = renewals(kinds, [value.name for value in whole.graph.output]).values()
         shards = self.parts.shards if zero else ()
         self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
-        self._unfed = self._memory.adopt(state, fed={WEIGHT, _SEED})
-        own = {*renewed, *(name for shard in shards for name in shard.pieces)}
-        self._fed = {n: kind for n, kind in kinds.items() if n not in own and not n.startswith(GRADIENT)}
+        filled = {WEIGHT} if seed is None else {WEIGHT, _SEED}
+        self._unfed = self._memory.adopt(state, filled & self._memory.step.keys())
 
     # Opening
 
@@ -165,6 +171,8 @@ class DataParallel:
                 "the step does not sum its gradients: create it with prepare, or onnx-remat split --accumulate"
             )
         check_loss({array.name: Formal(array.dtype_name, array.shape) for array in session.outputs}, self._loss)
+        if self._settings.buffers == "mean":
+            _check_means(session)
         return session
 
     def _open_update(self, whole: onnx.ModelProto) -> Session | None:
@@ -187,18 +195,18 @@ class DataParallel:
         Parameters
         ----------
         batch : mapping of str to array, or a sequence of such, or None
-            Inputs by name; gradients of several batches are accumulated. None where this rank has no batch left.
+            Inputs by name; gradients of several batches are accumulated. None where this rank has no batch left. Inputs
+            of the update alone, such as a learning rate, are those of the first rank that feeds them, and are kept.
         weight : float or sequence of float, optional
             Weight of each batch in the averages of gradients and losses, 1 by default: its number of rows, where
-            batches differ in size. Required for batches of another size than `dims`.
+            batches differ in size. Required for batches of another size than `dims`, and then on all ranks.
 
         Raises
         ------
         UsageError
             A batch does not fit, no rank has a batch, or an earlier step failed.
         """
-        if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint first")
+        self._check_whole()
         batches = [] if batch is None else [batch] if isinstance(batch, Mapping) else list(batch)
         weights = [1.0] * len(batches) if weight is None else np.asarray(weight, float).ravel().tolist()
         weights *= len(batches) if len(weights) == 1 else 1
@@ -212,7 +220,7 @@ class DataParallel:
             start = time.perf_counter()
             loss = self._gradients(batches, weights, given=weight is not None)
             computed = time.perf_counter()
-            loss = self._exchange(loss, sum(weights), bool(batches))
+            loss = self._exchange(loss, sum(weights), batches, weighted=bool(batches) and weight is not None)
             exchanged = time.perf_counter()
             self._renew()
             updated = time.perf_counter()
@@ -240,41 +248,33 @@ class DataParallel:
             with self._session.lock:
                 self._session.execute(memory.step)
                 made = self._session.results(copy=False)
-                loss += weight * float(made[self._loss].item())
+                loss += weight * self._formal.number(made[self._loss])
                 _copy_renewed(self._session, made, memory.step)
         return loss
 
     def _feed(self, batch: Batch, given: bool) -> None:
         memory = self._memory
         dims = self._dims_of(batch)
+        if dims != self._planned_dims and not given:
+            raise UsageError(
+                f"the batch has another size ({', '.join(f'{k}={v}' for k, v in dims.items())}): pass its number of "
+                "rows as weight"
+            )
         if dims != self._dims:
-            if not given:
-                raise UsageError(
-                    f"the batch has another size ({', '.join(f'{k}={v}' for k, v in dims.items())}): pass its number "
-                    "of rows as weight"
-                )
             self._resize(dims)
-        kinds = {name: Formal(array.dtype.name, array.shape) for name, array in (memory.update | memory.step).items()}
-        check_state(kinds, batch)
+        arrays = memory.update | memory.fed | memory.step
+        check_state({name: Formal(array.dtype.name, array.shape) for name, array in arrays.items()}, batch)
         for name, array in batch.items():
-            np.copyto(memory.step[name] if name in memory.step else memory.update[name], array)
+            np.copyto(arrays[name], array)
         if unfed := self._unfed - set(batch):
             raise UsageError(f"no value for input {min(unfed)!r}: pass it as state or in every batch")
-        self._unfed -= set(batch) - set(memory.step)  # an input of the update only, such as a learning rate, is kept
+        self._unfed -= set(batch) & memory.fed.keys()  # the update reads it once for all batches, and it is kept
 
     def _dims_of(self, batch: Batch) -> dict[str, int]:
         """Return the sizes of symbolic dimensions in a batch."""
-        odd = [n for n, a in batch.items() if n in self._memory.step and np.shape(a) != self._memory.step[n].shape]
-        if not odd:
-            return self._dims
-        found = dict(self._dims)
-        model = onnx.ModelProto.FromString(self.parts.gradients)
-        for value in model.graph.input:
-            sizes = np.shape(batch[value.name]) if value.name in odd else ()
-            for dim, size in zip(value.type.tensor_type.shape.dim, sizes, strict=False):
-                if dim.HasField("dim_param"):
-                    found[dim.dim_param] = size
-        return found
+        step = self._memory.step
+        odd = {n: np.shape(a) for n, a in batch.items() if n in step and np.shape(a) != step[n].shape}
+        return {**self._dims, **_sizes(self.parts.gradients, odd)} if odd else self._dims
 
     def _resize(self, dims: dict[str, int]) -> None:
         """Open the step for batches of another size, after closing the old session."""
@@ -282,20 +282,28 @@ class DataParallel:
         self._session, self._dims = self._open(dims), dims
         for array in self._session.inputs:
             if self._memory.step[array.name].shape != array.shape:
+                if array.name in self._memory.renewed:
+                    raise UsageError(
+                        f"state {array.name!r}, which the step renews, varies with the batch: pass batches of one size"
+                    )
                 self._memory.step[array.name] = array_of(array.dtype_name, array.shape)
+                self._unfed.add(array.name)  # a value from `state` is of the other size
 
-    def _exchange(self, loss: float, weight: float, has_batch: bool) -> float:
+    def _exchange(self, loss: float, weight: float, batches: Sequence[Batch], weighted: bool) -> float:
         """Average gradients over all batches of all ranks and clip them; return the mean loss.
 
         Gradients that are sent in another precision are divided by the mean weight of a rank before, so that their sums
         are of the size of a gradient.
         """
         settings, sums = self._settings, self._memory.sums
-        loss, weight, fed = self._ranks.totals(loss, weight, float(has_batch))
+        fed = self._memory.fed.keys() & set(chain.from_iterable(batches))
+        loss, weight, have, weigh, feed = self._ranks.totals(loss, weight, bool(batches), weighted, bool(fed))
         if not weight > 0:
             raise UsageError("no rank has a batch, or all weights are 0: end the epoch")
-        if fed < self.ranks:
-            self._share_fed(self._ranks.least(self.rank if has_batch else self.ranks))
+        if 0 < weigh < have:
+            raise UsageError("some ranks weight their batches and others do not: pass weight on every rank")
+        if feed:
+            self._share_fed(fed)
         divided = bool(settings.wire)
         for each in sums if divided else ():
             collectives.scale(each, self.ranks / weight)
@@ -318,12 +326,17 @@ class DataParallel:
             collectives.scale(each, factor)
         return loss / weight
 
-    def _share_fed(self, source: int) -> None:
-        """Take what batches feed to the update alone, such as a learning rate, from a rank that has a batch."""
-        for name, kind in sorted(self._fed.items()):
-            array = self._memory.update.get(name)
-            self._ranks.from_rank(array_of(*kind) if array is None else array, source)
-        self._unfed -= set(self._fed)
+    def _share_fed(self, fed: Collection[str]) -> None:
+        """Let an input of the update alone, such as a learning rate, be that of the first rank that feeds it.
+
+        Every rank updates parameters by the same numbers, whether or not it has a batch.
+        """
+        names = sorted(self._memory.fed)
+        sources = self._ranks.least(*(self.rank if name in fed else self.ranks for name in names))
+        for name, source in zip(names, sources, strict=True):
+            if source < self.ranks:
+                self._ranks.from_rank(self._memory.fed[name], source)
+                self._unfed.discard(name)
 
     def _renew(self) -> None:
         if self._update is not None:
@@ -345,8 +358,20 @@ class DataParallel:
 
     # State
 
+    def _check_whole(self) -> None:
+        """Raise UsageError after a step that renewed some state and not the rest."""
+        if self._failed:
+            raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint first")
+
     def state(self) -> dict[str, Array]:
-        """Return copies of all state that steps renew, unsharded; every rank must call this."""
+        """Return copies of all state that steps renew, unsharded; every rank must call this.
+
+        Raises
+        ------
+        UsageError
+            An earlier step failed.
+        """
+        self._check_whole()
         return {name: array.copy() for name, array in zip(self._memory.renewed, self._memory.each(), strict=True)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -354,8 +379,7 @@ class DataParallel:
 
         With `zero`, pieces are collected and written one array at a time.
         """
-        if self._failed:
-            raise UsageError(f"an earlier step failed midway ({self._failed}): load a checkpoint before saving")
+        self._check_whole()
         self._ranks.doing = f"saving step {self.steps}"
         arrays = chain([np.array([self.steps])], self._memory.each())
         found = None
@@ -404,6 +428,38 @@ def _check_unplanned(given: Mapping[str, object]) -> None:
     planned = [name for name, value in given.items() if value is not None and name not in ("dims", "loss")]
     if planned:
         raise UsageError("{} has no effect on parts: pass it to prepare", Setting(planned[0]))
+
+
+def _check_same_draws(update: onnx.ModelProto) -> None:
+    """Raise UsageError where ranks would renew parameters by random numbers of their own."""
+    for op in graphs.build(update).ops:
+        seeded = any(attribute.name == "seed" for attribute in op.node.attribute)
+        if semantics(op.node.domain, op.node.op_type).random and not seeded:
+            raise UsageError(
+                f"node {op.label!r} ({op.node.op_type}) of the update would draw other numbers on every rank: give it "
+                "a seed, or make its output an input"
+            )
+
+
+def _check_means(session: Session) -> None:
+    """Raise UsageError for running statistics of which numpy has only the bits."""
+    renewed = renewals((array.name for array in session.inputs), (array.name for array in session.outputs))
+    for array in session.outputs:
+        if array.dtype in BY_BITS and not renewed.get(array.name, GRADIENT).startswith(GRADIENT):
+            raise UsageError(
+                "{!r} is of a type that numpy cannot compute with: keep it in float32, or pass {}",
+                renewed[array.name], Setting("buffers", "first"),
+            )  # fmt: skip
+
+
+def _sizes(step: bytes, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the sizes of symbolic dimensions, where some inputs of a step have these shapes."""
+    return {
+        dim.dim_param: size
+        for value in onnx.ModelProto.FromString(step).graph.input
+        for dim, size in zip(value.type.tensor_type.shape.dim, shapes.get(value.name, ()), strict=False)
+        if dim.HasField("dim_param")
+    }
 
 
 def _threads() -> int:

@@ -10,10 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
+from onnx_remat import UsageError
 from onnx_remat.measure.training_memory import available, one_node
 from onnx_remat.training import Loop
 from tests.support.adam import adam, first_state, shared_batches
-from tests.support.graphs import same_bits
+from tests.support.graphs import model_of, same_bits
 from tests.support.ranks import ROOT, launch
 
 pytest.importorskip("torch")
@@ -291,3 +292,199 @@ def test_gradients_in_float16_do_not_overflow_by_their_weights(model, tmp_path):
     half = launch(tmp_path / "half", 2, {**job, "options": {"wire": "float16"}}, state, apart)
     assert [rank.code for rank in half] == [0, 0], half[0].errors
     np.testing.assert_allclose(half[0].state["m.w0"], plain[0].state["m.w0"], rtol=1e-2, atol=1e-6)
+
+
+def with_a_rate_for_biases(model):
+    """Return the step with a second rate, which with shards the last rank does not read."""
+    for node in model.graph.node:
+        if node.output[0].startswith("sr.b"):
+            node.input[1] = "rate.b"
+    model.graph.input.append(onnx.helper.make_tensor_value_info("rate.b", onnx.TensorProto.FLOAT, []))
+    return model
+
+
+@pytest.mark.slow
+def test_a_rate_is_that_of_the_first_rank_that_feeds_it(model, tmp_path):
+    """Each in turn is fed by all, by one that does not read it, and by none, also where a rank has no batch."""
+    onnx.save(with_a_rate_for_biases(onnx.load(model)), tmp_path / "rates.onnx")
+    apart, _ = shared_batches(4, 2, ROWS, WIDTH)
+    for step, rank in ((2, 0), (3, 1)):
+        for name in "xt":
+            del apart[f"{step}.{rank}.0.{name}"]
+    fed = {f"{rank}.0.{name}": 0.01 * (1 + rank) for rank in (0, 1) for name in ("rate", "rate.b")}
+    apart |= {f"0.{name}": np.float32(rate) for name, rate in fed.items()}
+    apart |= {"1.0.0.rate": np.float32(0.02), "1.1.0.rate.b": np.float32(0.03)}
+    state = first_state(onnx.load(model))
+    del state["rate"]
+    first = {"rate": np.float32(0.01), "rate.b": np.float32(0.01)}
+    second = {"rate": np.float32(0.02), "rate.b": np.float32(0.03)}
+    alike = {name: array for name, array in apart.items() if "rate" not in name}
+    alike |= {f"0.{rank}.0.{name}": rate for rank in (0, 1) for name, rate in first.items()}
+    alike |= {f"1.{rank}.0.{name}": rate for rank in (0, 1) for name, rate in second.items()}
+    found = {
+        (zero, kind): launch(
+            tmp_path / f"{zero}{kind}", 2, job_of(str(tmp_path / "rates.onnx"), tmp_path, 4, options={"zero": zero}),
+            state, batches,
+        )
+        for zero in (False, True)
+        for kind, batches in (("apart", apart), ("alike", alike))
+    }  # fmt: skip
+    for ranks in found.values():
+        assert [rank.code for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
+        assert same_bits(ranks[0].state.values(), ranks[1].state.values())
+    for zero in (False, True):
+        wanted, got = (found[zero, kind][0].state for kind in ("alike", "apart"))
+        assert same_bits(got.values(), wanted.values())
+    for name, array in found[False, "apart"][0].state.items():
+        np.testing.assert_allclose(found[True, "apart"][0].state[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_ranks_weight_all_batches_or_none(model, tmp_path):
+    apart, _ = shared_batches(1, 2, ROWS, WIDTH)
+    ranks = launch(
+        tmp_path / "job", 2, job_of(model, tmp_path, 1, weights={"1": 5}), first_state(onnx.load(model)), apart
+    )
+    for rank in ranks:
+        assert "some ranks weight their batches and others do not: pass weight on every rank" in rank.errors
+
+
+@pytest.mark.slow
+def test_noise_that_ranks_would_draw_apart_is_refused(model, tmp_path):
+    noisy = onnx.load(model)
+    for node in noisy.graph.node:
+        if node.output[0] == "new.b0":
+            node.output[0] = "plain.b0"
+    noisy.graph.node.extend([
+        onnx.helper.make_node("RandomNormalLike", ["b0"], ["noise"], name="draw"),
+        onnx.helper.make_node("Add", ["plain.b0", "noise"], ["new.b0"]),
+    ])  # fmt: skip
+    onnx.save(noisy, tmp_path / "noisy.onnx")
+    apart, _ = shared_batches(1, 2, ROWS, WIDTH)
+    state = first_state(onnx.load(model))
+    ranks = launch(tmp_path / "two", 2, job_of(str(tmp_path / "noisy.onnx"), tmp_path, 1), state, apart)
+    for rank in ranks:
+        assert "node 'draw' (RandomNormalLike) of the update would draw other numbers on every rank" in rank.errors
+    (one,) = launch(tmp_path / "one", 1, job_of(str(tmp_path / "noisy.onnx"), tmp_path, 1), state, apart)
+    assert one.code == 0
+
+
+@pytest.fixture
+def here():
+    """Join a job of this process alone."""
+    from torch import distributed as engine
+
+    engine.init_process_group("gloo", store=engine.HashStore(), rank=0, world_size=1)
+    yield
+    engine.destroy_process_group()
+
+
+def small(dims=None, **more):
+    """Return a step whose gradient is the sum of ``x``, where ``plain`` is twice the mean of ``x * w``."""
+    make = onnx.helper.make_node
+    nodes = [
+        make("Mul", ["x", "w"], ["y"]), make("ReduceMean", ["y"], ["mean"], keepdims=0),
+        make("Mul", ["mean", "two"], ["plain"]), make("ReduceSum", ["x", "first"], ["g"], keepdims=0),
+        make("Sub", ["w", "g"], ["new.w"]), *more.get("nodes", [make("Identity", ["plain"], ["loss"])]),
+    ]  # fmt: skip
+    inputs = {"x": [dims or 4, 3], "w": [3], **more.get("inputs", {})}
+    outputs = {"loss": [], "new.w": [3], **more.get("outputs", {})}
+    return model_of(nodes, inputs, outputs, {"two": np.float32(2), "first": np.array([0])})
+
+
+def rows_of(count):
+    return np.ones((count, 3), np.float32)
+
+
+START = {"w": np.ones(3, np.float32)}
+
+
+def test_a_batch_of_another_size_has_a_weight_and_values_of_its_own(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    nodes = [make("Mul", ["positions", "plain"], ["p"]), make("ReduceMean", ["p"], ["loss"], keepdims=0)]
+    model = small(dims="n", nodes=nodes, inputs={"positions": ["n"]})
+    state = START | {"positions": np.ones(4, np.float32)}
+    training = DataParallel(model, state, dims={"n": 4})
+    assert training.step({"x": rows_of(4)}) == 2
+    again = {"positions": np.ones(5, np.float32)}
+    training.step({"x": rows_of(5)} | again, weight=5)
+    training.step({"x": rows_of(4), "positions": np.ones(4, np.float32)})  # as opened: no weight
+    training.step({"x": rows_of(5)} | again, weight=5)
+    with pytest.raises(UsageError, match=r"the batch has another size .n=5.: pass its number of rows as weight"):
+        training.step({"x": rows_of(5)} | again)
+    training = DataParallel(model, state, dims={"n": 4})
+    with pytest.raises(UsageError, match="no value for input 'positions': pass it as state or in every batch"):
+        training.step({"x": rows_of(5)}, weight=5)
+
+
+def test_a_rate_of_one_batch_is_that_of_all_that_are_accumulated(here):
+    from onnx_remat.distributed import DataParallel
+
+    model = small(inputs={"rate": []})
+    for node in model.graph.node:
+        if node.output[0] == "new.w":
+            node.input[1] = "step"
+    model.graph.node.append(onnx.helper.make_node("Mul", ["g", "rate"], ["step"]))
+    model.graph.node.insert(4, model.graph.node.pop())
+    training = DataParallel(model, START)
+    training.step([{"x": rows_of(4), "rate": np.float32(0.5)}, {"x": rows_of(4)}])
+    training.step({"x": rows_of(4)})
+    assert training.state()["w"].tolist() == [1 - 0.5 * 4 - 0.5 * 4] * 3
+
+
+def test_state_that_varies_with_the_batch_keeps_its_size(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    nodes = [
+        make("Identity", ["plain"], ["loss"]), make("ReduceSum", ["y", "one"], ["rows"], keepdims=0),
+        make("Add", ["last", "rows"], ["new.last"]),
+    ]  # fmt: skip
+    model = small(dims="n", nodes=nodes, inputs={"last": ["n"]}, outputs={"new.last": ["n"]})
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "one"))
+    training = DataParallel(model, START | {"last": np.zeros(4, np.float32)}, dims={"n": 4})
+    training.step({"x": rows_of(4)})
+    with pytest.raises(UsageError, match="state 'last', which the step renews, varies with the batch"):
+        training.step({"x": rows_of(5)}, weight=5)
+
+
+def test_a_seed_that_nobody_gives_is_asked_for(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    nodes = [make("Cast", ["seed"], ["s"], to=1), make("Add", ["plain", "s"], ["loss"])]
+    model = small(nodes=nodes, inputs={"seed": (onnx.TensorProto.INT64, [])})
+    with pytest.raises(UsageError, match="no value for input 'seed'"):
+        DataParallel(model, START).step({"x": rows_of(4)})
+    assert DataParallel(model, START).step({"x": rows_of(4), "seed": np.array(7)}) == 2 + 7
+    assert DataParallel(model, START, seed=5).step({"x": rows_of(4)}) == 2 + 5
+
+
+def test_numbers_in_bfloat16_are_numbers_or_refused(here):
+    from onnx_remat.distributed import DataParallel
+
+    make, kind = onnx.helper.make_node, onnx.TensorProto.BFLOAT16
+    model = small(nodes=[make("Cast", ["plain"], ["loss"], to=kind)], outputs={"loss": (kind, [])})
+    assert DataParallel(model, START).step({"x": rows_of(4)}) == 2
+    nodes = [make("Identity", ["plain"], ["loss"]), make("Cast", ["plain"], ["new.last"], to=kind)]
+    model = small(nodes=nodes, inputs={"last": (kind, [])}, outputs={"new.last": (kind, [])})
+    state = START | {"last": np.zeros((), np.uint16)}
+    DataParallel(model, state).step({"x": rows_of(4)})
+    with pytest.raises(UsageError, match=r"'last' is of a type that numpy cannot compute with: .* buffers='first'"):
+        DataParallel(model, state, buffers="mean")
+
+
+def test_state_is_whole_or_refused(here, tmp_path):
+    from onnx_remat.distributed import DataParallel
+
+    training = DataParallel(small(), START)
+    training.save(tmp_path / "first")
+    with pytest.raises(UsageError, match="no input 'y'"):
+        training.step([{"x": rows_of(4)}, {"y": rows_of(4)}])
+    for look in (training.state, lambda: training.save(tmp_path / "second")):
+        with pytest.raises(UsageError, match=r"an earlier step failed midway \(.*\): load a checkpoint first"):
+            look()
+    training.load(tmp_path / "first")
+    assert training.state()["w"].tolist() == [1, 1, 1]

@@ -92,6 +92,7 @@ def train(folder: Path) -> None:
         micro = [_batch(batches, f"{step}.{rank}.{i}.") for i in range(job.get("micro", 1))]
         micro = [batch for batch in micro if batch]
         weights = [next(iter(b.values())).shape[0] for b in micro] if job.get("weigh") else job.get("weight")
+        weights = job.get("weights", {}).get(str(rank), weights)
         losses.append(parallel.step(micro or None, weights))
         times.append([parallel.times.compute, parallel.times.communication, parallel.times.update])
         if step + 1 == job.get("save_at"):
