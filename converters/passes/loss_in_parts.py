@@ -231,8 +231,8 @@ def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
         rowed = all(v is not None and dims(v)[:1] == (rows,) for v in node.inputs)
         return rowed and rank > 1 and number(node, "axis", 0) % rank != 0
     if op in REDUCE:
-        over = axes(node)
-        return over is not None and node.inputs[0] in inside and 0 not in over
+        over, first = axes(node), node.inputs[0]
+        return over is not None and 0 not in over and first in inside and len(dims(first)) == 2
     if op in RESHAPE:
         first = node.inputs[0]
         if first not in inside or not all(isinstance(d, int) for d in shape[1:]):
@@ -282,7 +282,8 @@ def _unknown(value: ir.Value | None) -> bool:
 def _divide(tape: Tape, region: _Region, count: int) -> None:
     """Write a region's nodes once for each part, and concatenate or add up their results."""
     own = {v for node in region.nodes for v in node.outputs}
-    read = {v: None for node in region.nodes for v in _rowed(node, region.rows, own) if v not in own}
+    rowed = {node: dict(_rowed(node, region.rows, own)) for node in region.nodes}
+    read = {v: None for slots in rowed.values() for v in slots.values() if v not in own}
     last, lengths = region.nodes[-1], _lengths(region.rows, count)
     with tape.ahead_of(last, "forward"):
         slices = {value: _split(tape, value, count, lengths) for value in read}
@@ -293,7 +294,7 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
         for node in region.nodes:
             phase: Phase = node.metadata_props.get("phase", "forward")  # type: ignore[assignment]
             with tape.ahead_of(last, phase):
-                _write(tape, node, region, known, so_far, None if lengths is None else lengths[part])
+                _write(tape, node, rowed[node], region, known, so_far, None if lengths is None else lengths[part])
         parts.append(known)
     with tape.ahead_of(last, "backward"):
         for value in region.made:
@@ -303,14 +304,17 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
         replace(value, total)
 
 
-def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[ir.Value]:
-    """Yield the operands of a node that have one entry for each row, among them those in `inside`."""
+def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[tuple[int, ir.Value]]:
+    """Yield slots and operands of a node that have one entry for each row, among them those in `inside`.
+
+    A product of embeddings with themselves reads the same value by rows in one slot, and whole in the other.
+    """
     rank = len(dims(node.outputs[0]))
     for slot, value in enumerate(node.inputs):
         if value is None:
             continue
         if value in inside:
-            yield value
+            yield slot, value
             continue
         if dims(value)[:1] != (rows,):
             continue
@@ -318,7 +322,7 @@ def _rowed(node: ir.Node, rows: Dim, inside: Collection[ir.Value]) -> Iterator[i
         matrix = node.op_type in _PRODUCTS and not number(node, "transA", 0) and slot > 0
         stated = node.op_type in REDUCE | RESHAPE and slot > 0
         if not (whole or matrix or stated):
-            yield value
+            yield slot, value
 
 
 def _lengths(rows: Dim, count: int) -> list[int] | None:
@@ -342,15 +346,18 @@ def _split(tape: Tape, value: ir.Value, count: int, lengths: list[int] | None) -
 def _write(
     tape: Tape,
     node: ir.Node,
+    rowed: Mapping[int, ir.Value],
     region: _Region,
     known: dict[ir.Value, ir.Value],
     so_far: dict[ir.Value, ir.Value],
     size: int | None,
 ) -> None:
-    """Append a copy of a node for one part; `known` are the parts of values, `so_far` the sums of the earlier parts."""
+    """Append a copy of a node for one part.
+
+    In the slots `rowed` it reads parts of values, which are `known`; `so_far` are the sums of the earlier parts.
+    """
     made = node.outputs[0]
-    mine = set(_rowed(node, region.rows, known))
-    inputs = [known[v] if v in mine else v for v in node.inputs]
+    inputs = [known[rowed[slot]] if slot in rowed else v for slot, v in enumerate(node.inputs)]
     if not region.never.isdisjoint(inputs):
         inputs = [_never(tape, region, known) if v in region.never else v for v in inputs]
     attributes = dict(node.attributes)
@@ -378,11 +385,20 @@ def _write(
 
 
 def _never(tape: Tape, region: _Region, known: Mapping[ir.Value, ir.Value]) -> ir.Value:
-    """Return a scalar or vector that is false and is computed from the losses of a part's rows."""
+    """Return a scalar or column that is false and is computed from the losses of a part's rows."""
     if region.loss is None:
         return tape.constant(np.asarray(False))
-    part = known[region.loss]
+    part = _column(tape, known[region.loss])
     nonzero = tape.op("Cast", part, shape=(), dtype=ir.DataType.BOOL, to=int(ir.DataType.BOOL))
     never = tape.op("Xor", nonzero, nonzero, shape=())
     nonzero.shape = never.shape = part.shape  # not by `dims`: an open size differs from part to part
     return never
+
+
+def _column(tape: Tape, part: ir.Value) -> ir.Value:
+    """Return one entry for each row as a column, which broadcasts to matrices with these rows."""
+    if len(dims(part)) == 2:
+        return part
+    column = tape.op("Reshape", part, tape.ints(-1, 1), shape=())
+    column.shape = ir.Shape([*(part.shape or ()), 1])  # not by `dims`, see `_never`
+    return column

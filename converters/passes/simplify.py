@@ -284,13 +284,16 @@ def _absorb_expand(node: ir.Node) -> None:
 
 
 def _absorb_batch(node: ir.Node) -> None:
-    """Remove the repetition of a matrix before a MatMul, which multiplies one matrix by a batch of matrices."""
+    """Remove the repetition of a matrix before a MatMul, which multiplies one matrix by a batch of matrices.
+
+    A vector has no batch: its product with one matrix lacks the axes of the repetition.
+    """
     if node.domain or node.op_type != "MatMul":
         return
     result = static(node.outputs[0])
     for index, value in enumerate(node.inputs):
         other = static(node.inputs[1 - index])
-        if result is None or other is None or other[:-2] != result[:-2] or value is None:
+        if result is None or other is None or len(other) < 2 or other[:-2] != result[:-2] or value is None:
             continue
         if (found := _repeated(value)) is None:
             continue

@@ -13,6 +13,11 @@ from .base import Fact, rewrite
 
 _LARGE = 4096
 """Elements of the largest constant that may stay allocated for the whole session."""
+_ADDED = {
+    ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.INT32,
+    ir.DataType.INT64,
+}  # fmt: skip
+"""Types that ONNX Runtime adds; of the others, only zeros are computed during the run."""
 
 
 @rewrite(requires=[Fact.SHAPES], ensures=[Fact.LATE], breaks=[Fact.STATED])
@@ -24,15 +29,17 @@ def sink_constants(model: ir.Model) -> None:
     which the gradients of an embedding are added: they are as large as the embedding.
     """
     after = AfterLoss(model.graph)
-    tape, made = after.tape, dict[tuple[ir.DataType, float], ir.Value]()
+    tape, made = after.tape, dict[tuple[ir.DataType, bytes], ir.Value]()
     for node in filter(_is_large, after.nodes):
         fill, dtype = _fill(node), node.outputs[0].dtype
         assert dtype is not None
-        key, never = (dtype, fill), after.never()
+        if fill and dtype not in _ADDED:
+            continue
+        key, never = (dtype, fill.tobytes()), after.never()
         if key not in made:
             with tape.ahead_of(after.nodes[0], "backward"):
                 number = tape.cast(never, dtype)
-                made[key] = number if not fill else tape.add(number, tape.constant(np.asarray(fill, dtype.numpy())))
+                made[key] = number if not fill else tape.add(number, tape.constant(fill))
         shape = tape.ints(*(int(d) for d in dims(node.outputs[0]))) if node.op_type != "Expand" else node.inputs[1]
         node.op_type = "Expand"
         node.attributes.clear()
@@ -56,10 +63,11 @@ def _is_large(node: ir.Node) -> bool:
     return fixed and known is not None and known.size == 1
 
 
-def _fill(node: ir.Node) -> float:
+def _fill(node: ir.Node) -> np.generic:
     """Return the repeated number."""
     if node.op_type == "Expand":
         assert node.inputs[0] is not None and node.inputs[0].const_value is not None
-        return float(node.inputs[0].const_value.numpy().reshape(-1)[0])
-    value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
-    return float(value.reshape(-1)[0])
+        value = node.inputs[0].const_value.numpy()
+    else:
+        value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+    return value.reshape(-1)[0]  # type: ignore[no-any-return]

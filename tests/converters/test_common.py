@@ -150,6 +150,24 @@ def test_simplify_keeps_results_labels_and_names():
     assert check.relative_error(after["out"], before["out"]) < 1e-6
 
 
+@pytest.mark.parametrize(("lead", "left"), [([], ["Expand", "MatMul"]), ([2, 5], ["MatMul"])])
+def test_only_a_batch_of_matrices_replaces_the_repetition_of_another_matrix(lead, left):
+    """A vector has no batch to broadcast to."""
+    a, b = value("a", [*lead, 3]), value("b", [3, 4])
+    graph = ir.Graph([a, b], [], nodes=[], opset_imports={"": 20}, name="g")
+    emit = Emitter(graph, "forward")
+    wide = emit("Expand", b, emit.constant(np.array([2, 3, 4])))
+    wide.shape, wide.type = ir.Shape([2, 3, 4]), b.type
+    product = emit("MatMul", a, wide)
+    product.shape, product.type, product.name = ir.Shape([*(lead or [2]), 4]), b.type, "out"
+    graph.outputs.append(product)
+    model = ir.Model(graph, ir_version=10)
+    simplify(model)
+    assert [node.op_type for node in model.graph] == left
+    feeds = {v.name: np.ones(v.shape.numpy(), np.float32) for v in (a, b)}
+    assert runtime.outputs(ir.to_proto(model), feeds)["out"].shape == product.shape.numpy()
+
+
 @pytest.mark.parametrize("op_type", ["RandomUniformLike", "Bernoulli", "Dropout"])
 def test_simplify_keeps_random_nodes_apart(op_type):
     x = value("x", [1000])

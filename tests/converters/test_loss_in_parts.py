@@ -52,6 +52,11 @@ def with_z(logits, target):
     return F.cross_entropy(logits, target) + 1e-2 * torch.logsumexp(logits, -1).pow(2).mean()
 
 
+def behind_z(logits, target):
+    """The first loss of each row is a number here, not a row of one."""
+    return 1e-2 * torch.logsumexp(logits, -1).pow(2).mean() + F.cross_entropy(logits, target)
+
+
 def squared(logits, target):
     return F.cross_entropy(logits, target) ** 2
 
@@ -65,7 +70,7 @@ def parts(model: onnx.ModelProto) -> int:
     return max((len(node.output) for node in model.graph.node if node.op_type == "Split"), default=1)
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, smooth, with_padding, with_z])
+@pytest.mark.parametrize("loss", [F.cross_entropy, smooth, with_padding, with_z, behind_z])
 @pytest.mark.parametrize(
     "settings", few([{}, {"tied": False, "bias": True}, {"cap": 5.0}], [{"tied": False, "bias": True}]), ids=str
 )
@@ -102,6 +107,23 @@ def test_an_open_batch_is_taken_apart_where_that_is_asked_for():
     assert parts(export_training_step(Flat(), example, dynamic_dims=free)) == 1
 
 
+class Pairs(nn.Module):
+    """Similarities of all pairs of embeddings, as contrastive losses want them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+
+    def forward(self, x):
+        embedded = torch.tanh(self.embed(x))
+        return embedded @ embedded.T
+
+
+def test_a_product_of_embeddings_with_themselves_reads_them_by_rows_and_whole():
+    example = torch.randn(64, 8), torch.randint(0, 64, (64,))
+    assert parts(export_training_step(Pairs(), example, F.cross_entropy, loss_parts=2)) == 2
+
+
 @pytest.mark.parametrize("loss", [squared, lambda logits, target: F.cross_entropy(logits, target).exp()])
 def test_a_gradient_that_needs_the_whole_loss_is_left_alone(loss):
     assert parts(export_training_step(Language(), batch(), loss, loss_parts=4)) == 1
@@ -119,6 +141,16 @@ def test_logits_that_others_read_whole_are_left_alone():
             return logits
 
     assert parts(export_training_step(Watched(), batch(), F.cross_entropy, loss_parts=4)) == 1
+
+
+def watching_confidence(logits, target):
+    of_one_token = logits.detach().reshape(-1, 1, CLASSES)
+    return F.cross_entropy(logits, target) - 0.01 * F.log_softmax(of_one_token, -1).sum(2).mean()
+
+
+def test_sums_over_the_last_of_three_axes_are_left_alone():
+    """A part of the logits is a matrix, which lacks that axis."""
+    assert parts(export_training_step(Language(), batch(), watching_confidence, loss_parts=4)) == 1
 
 
 def test_rows_scaled_one_by_one_in_three_axes_are_left_alone():

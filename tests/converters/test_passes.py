@@ -6,12 +6,16 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from onnx_remat.converters.passes.base import Fact, Order, rewrite
 from onnx_remat.converters.passes.order import DIFFERENTIATED, ORDERS, PYTORCH
+from onnx_remat.converters.passes.sink_constants import sink_constants
 
 from onnx_remat.converters import passes
+from onnx_remat.ort import runtime
 
 ALL = {each.name: each for order in ORDERS.values() for each in order.passes}
 
@@ -85,3 +89,31 @@ def test_an_order_runs_its_passes_one_after_the_other_with_their_options():
         Order(frozenset(), (second, first), frozenset())
     with pytest.raises(ValueError, match=r"the order promises SAFE .*, and second before it breaks that"):
         Order(frozenset(), (first, second), frozenset({Fact.SAFE}))
+
+
+@pytest.mark.parametrize("source", ["ConstantOfShape", "Expand"])
+@pytest.mark.parametrize(
+    ("fill", "sunk"),
+    [(np.float32(0.1), True), (np.float64(0.1), True), (np.int32(7), True), (np.int64(2**53 + 1), True),
+     (np.int64(2**63 - 1), True), (np.False_, True), (np.uint8(0), True), (np.True_, False), (np.uint8(7), False),
+     (np.int8(-7), False), (np.int16(7), False)],
+)  # fmt: skip
+def test_sunk_constants_keep_their_numbers_and_those_that_no_kernel_adds_stay(fill, sunk, source):
+    kind = ir.DataType.from_numpy(fill.dtype)
+    info = onnx.helper.make_tensor_value_info
+    constants = {"shape": np.array([80, 80]), "fill": fill}
+    if source == "Expand":
+        large = onnx.helper.make_node("Expand", ["fill", "shape"], ["large"])
+    else:
+        value = onnx.numpy_helper.from_array(np.array([fill]))
+        large = onnx.helper.make_node("ConstantOfShape", ["shape"], ["large"], value=value)
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("ReduceSum", ["x"], ["loss"], keepdims=0), large], "g", [info("x", 1, [3])],
+        [info("loss", 1, []), info("large", kind, [80, 80])],
+        [onnx.numpy_helper.from_array(np.asarray(each), name) for name, each in constants.items()],
+    )  # fmt: skip
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9))
+    sink_constants(model)
+    assert any(node.op_type == "Xor" for node in model.graph) == sunk
+    found = runtime.outputs(ir.to_proto(model), {"x": np.ones(3, np.float32)})["large"]
+    assert found.dtype == fill.dtype and (found == fill).all()
