@@ -86,7 +86,7 @@ def main() -> None:
             print(f"step {number}: loss {loss:.3f}")
 
     loop.save(Path("checkpoint.safetensors"))
-    model.load_state_dict({name: torch.from_numpy(loop.state()[name]) for name in model.state_dict()})
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in loop.state().items()}, strict=False)
     print(f"evaluated: {before:.3f} before, {evaluate(model, config):.3f} after")
 
 

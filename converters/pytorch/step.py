@@ -272,6 +272,8 @@ def _scalar(loss: Any, from_model: bool) -> torch.Tensor:
         hint = give_loss if from_model else "reduce it, with .mean() for instance"
         kind = f"{loss.dtype} of shape {tuple(loss.shape)}"
         raise ConversionError("{} returned {}, not a scalar loss: {}", whose, kind, hint)
+    if not torch.is_grad_enabled():
+        raise ConversionError("gradients are switched off: make the step outside torch.no_grad() and inference_mode()")
     if not loss.requires_grad:
         raise ConversionError("the loss depends on no trainable parameter: check requires_grad, and detach()")
     return loss.reshape(()) if loss.dim() else loss

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential  # noqa: E4
 from onnx_remat import rewrite_model  # noqa: E402
 from onnx_remat.errors import ConversionError, ModelError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
+from onnx_remat.training import Loop  # noqa: E402
 from sample_models.networks import forward_models  # noqa: E402
 from sample_models.networks.torch_models import Case  # noqa: E402
 from tests.support import torch_battery  # noqa: E402
@@ -194,6 +195,83 @@ def test_tied_frozen_unused_keyword_inputs_and_dropout():
     assert error(step) < 1e-5
 
 
+def test_the_state_of_a_loop_goes_back_where_tensors_are_tied_or_unread():
+    """As the page on PyTorch shows it."""
+    torch.manual_seed(0)
+    model, tokens = Odd(), torch.randint(0, 12, (8, 40))
+    given = {"tokens": tokens, "labels": tokens.roll(1, 1)}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = export_training_step(model, given, None, optimizer)
+    loop = Loop(step, initial_feeds(step, model, optimizer) | {name: value.numpy() for name, value in given.items()})
+    loop.step()
+    state = {name: torch.from_numpy(array) for name, array in loop.state().items()}
+    model.load_state_dict(state, strict=False)
+    assert torch.equal(model.head.weight, state["embed.weight"]) and model.head.weight is model.embed.weight
+
+
+class Picks(nn.Module):
+    """A loss of what a function makes of a table and indices."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.table, self.function = nn.Parameter(torch.rand(4, 6)), function
+
+    def forward(self, index):
+        return self.function(self.table, index).square().mean()
+
+
+REFUSES_NEGATIVE = {
+    "embedding": lambda w, i: F.embedding(i, w),
+    "embedding of int32": lambda w, i: F.embedding(i.int(), w),
+    "embedding_bag": lambda w, i: F.embedding_bag(i, w),
+    "cross_entropy": lambda w, i: F.cross_entropy(w, i[:, 0]),
+    "nll_loss": lambda w, i: F.nll_loss(w, i[:, 0]),
+    "gather": lambda w, i: w.gather(1, i),
+    "scatter": lambda w, i: torch.scatter(torch.zeros(4, 6), 1, index=i, src=w[:, :3]),
+    "scatter_add_": lambda w, i: torch.zeros(4, 6).scatter_add_(1, i, w[:, :3]),
+    "index_select": lambda w, i: w.index_select(1, i[0]),
+    "index_add": lambda w, i: torch.zeros(4, 6).index_add(1, i[0], w[:, :3]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES_NEGATIVE)
+def test_a_negative_index_that_torch_refuses_stops_the_step(name):
+    """ONNX would count it from the end."""
+    model, index = Picks(REFUSES_NEGATIVE[name]), torch.tensor([[0, 1, 2], [2, 3, 0], [3, 1, 2], [1, 2, 0]])
+    step = export_training_step(model, (index,))
+    assert [node.op_type for node in step.graph.node].count("Mod") == 1  # all that it costs
+    feeds = initial_feeds(step, model) | {"input.0": index.numpy()}
+    np.testing.assert_allclose(runtime.outputs(step, feeds)["loss"], model(index).item(), rtol=1e-6)
+    index[0, 0] = -1
+    with pytest.raises((IndexError, RuntimeError)):
+        model(index)
+    with pytest.raises(ModelError, match=r"running (Gather|Scatter)\w* node"):
+        runtime.outputs(step, feeds | {"input.0": index.numpy()})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, i: w[i],
+        lambda w, i: torch.take_along_dim(w, i, 1),
+        lambda w, i: F.cross_entropy(w, i[:, 0], ignore_index=-1),
+        lambda w, i: F.nll_loss(w, i[:, 0], ignore_index=-1),
+    ],
+)
+def test_a_negative_index_that_torch_takes_stays(function):
+    model, index = Picks(function), torch.tensor([[0, 1, 2], [2, 3, 0], [3, 1, 2], [1, 2, 0]])
+    step = export_training_step(model, (index,))
+    index[0, 0] = -1
+    feeds = initial_feeds(step, model) | {"input.0": index.numpy()}
+    np.testing.assert_allclose(runtime.outputs(step, feeds)["loss"], model(index).item(), rtol=1e-6)
+
+
+def test_indices_that_are_known_cost_nothing():
+    model = Picks(lambda w, i: F.embedding(torch.arange(3), w) + i)
+    step = export_training_step(model, (torch.randn(3, 6),))
+    assert "Mod" not in [node.op_type for node in step.graph.node]
+
+
 def test_a_batch_of_any_size():
     dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
     model = net()
@@ -344,6 +422,9 @@ def test_refusals_say_why():
     refused("returned float, not", net(), (x, y), lambda o, t: 1.0)
     refused("depends on no trainable parameter", net().requires_grad_(False), (x, y), F.cross_entropy)
     refused("depends on no trainable parameter", net(), (x, y), lambda o, t: o.detach().mean())
+    for switched_off in (torch.no_grad, torch.inference_mode):
+        with switched_off():
+            refused("gradients are switched off: .*outside torch.no_grad", net(), (x, y), F.cross_entropy)
     whole = nn.Linear(2, 2)
     whole.register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))
     refused("parameter table is torch.int64", whole, torch.randn(2, 2), None)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..private_torch import old_weight_norm
+from .indices import CHECKED, beyond
 from .resizing import interpolate
 
 
@@ -42,7 +43,7 @@ def embedding_bag(
     """Sum, mean or maximum of the rows in each bag."""
     if max_norm is not None or scale_grad_by_freq or padding_idx is not None or (offsets is not None and mode == "max"):
         raise NotImplementedError("embedding_bag with max_norm, scale_grad_by_freq, padding_idx or ragged maximum")
-    rows = F.embedding(input, weight)
+    rows = F.embedding(beyond(input), weight)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     if offsets is None:
@@ -77,7 +78,7 @@ def embedding(
             length = torch.linalg.vector_norm(weight, norm_type, dim=1)
             factor = torch.where(read & (length > max_norm), max_norm / (length + 1e-7), 1.0)
             weight.mul_(factor.unsqueeze(1))
-    return F.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    return F.embedding(beyond(input), weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
 
 
 def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
@@ -283,6 +284,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.matrix_exp: matrix_exp,
     torch.linalg.matrix_exp: matrix_exp,
     old_weight_norm: weight_norm,
+    **CHECKED,
 }
 
 
