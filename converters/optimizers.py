@@ -121,8 +121,9 @@ class Adam:
         if self.amsgrad:
             variance = new["max_exp_avg_sq"] = emit("Max", state["max_exp_avg_sq"], variance, like=parameter)
         # torch: parameter - lr / (1 - b1^t) * mean / (sqrt(variance) / sqrt(1 - b2^t) + eps)
-        rate = emit("Div", _rate(emit, self.lr, step), _correction(emit, step, first), like=step)
-        root = emit("Sqrt", _correction(emit, step, second), like=step)
+        count = _wide(emit, step, parameter)
+        rate = emit("Div", _rate(emit, self.lr, count), _correction(emit, count, first), like=count)
+        root = emit("Sqrt", _correction(emit, count, second), like=count)
         spread = emit("Sqrt", variance, like=parameter)
         spread = emit("Div", spread, _cast(emit, root, parameter), like=parameter)
         spread = emit("Add", spread, emit.scalar(self.eps, parameter), like=parameter)
@@ -218,8 +219,13 @@ def _kept(emit: Emitter, lr: Rate, decay: float, like: ir.Value) -> ir.Value:
     """Return 1 - lr * decay as a scalar with the dtype of `like`."""
     if not isinstance(lr, str):
         return emit.scalar(1 - lr * decay, like)
-    rate = _input(emit, lr)  # float32: the difference from 1 would be lost in a narrower type
+    rate = _wide(emit, _input(emit, lr), like)  # the difference from 1 would be lost in a narrower type
     return _cast(emit, emit("Sub", emit.scalar(1, rate), _scaled(emit, rate, decay), like=rate), like)
+
+
+def _wide(emit: Emitter, value: ir.Value, parameter: ir.Value) -> ir.Value:
+    """Return a scalar of float32, in float64 for a parameter of that."""
+    return _cast(emit, value, parameter) if parameter.dtype == ir.DataType.DOUBLE else value
 
 
 def _input(emit: Emitter, name: str) -> ir.Value:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -116,11 +117,11 @@ class Tape(Emitter):
         return self._binary("Mul", a, b)
 
     def div(self, a: ir.Value, b: ir.Value | float) -> ir.Value:
+        """Append a quotient; by a constant, a product with its reciprocal if the type holds that to its precision."""
         known = number(b) if isinstance(b, ir.Value) else b
-        if known:
+        if known and a.dtype is not None and _is_normal(1.0 / known, a.dtype):
             return self.mul(a, 1.0 / known)
-        assert isinstance(b, ir.Value)
-        return self._binary("Div", a, b)
+        return self._binary("Div", a, b if isinstance(b, ir.Value) else self.scalar(b, a))
 
     def unary(self, op_type: str, x: ir.Value, **attributes: Any) -> ir.Value:
         """Append an elementwise op, or any op that keeps shape and dtype."""
@@ -252,9 +253,9 @@ class Tape(Emitter):
             return x
         unknown = [i for i, d in enumerate(shape) if isinstance(d, str)]
         kept = {i for i in unknown if i < len(old) and old[i] == shape[i]}
-        if 0 in shape:
-            target = self.shape_vector(shape)
-        elif len(set(unknown) - kept) <= 1:
+        if 0 in shape:  # or it would mean the size that x has there
+            return self.op("Reshape", x, self.shape_vector(shape), shape=shape, allowzero=1)
+        if len(set(unknown) - kept) <= 1:
             target = self.ints(*(0 if i in kept else d if isinstance(d, int) else -1 for i, d in enumerate(shape)))
         else:
             target = self.shape_vector(shape)
@@ -334,6 +335,16 @@ _MOST_OF_HALF = 1 << 14
 def _is_held(count: int, dtype: ir.DataType) -> bool:
     """Return whether a type of 16 bits holds a number exactly, and its reciprocal to its full precision."""
     return count <= _MOST_OF_HALF and float(np.asarray(count).astype(dtype.numpy())) == count
+
+
+def _is_normal(value: float, dtype: ir.DataType) -> bool:
+    """Return whether a type holds a number to its full precision.
+
+    >>> [_is_normal(value, ir.DataType.FLOAT16) for value in (1e5, 1e-5, 0.1)]
+    [False, False, True]
+    """
+    limits = ml_dtypes.finfo(dtype.numpy())  # type: ignore[no-untyped-call]
+    return bool(float(limits.smallest_normal) <= abs(value) <= float(limits.max))
 
 
 def number(value: ir.Value) -> float | None:

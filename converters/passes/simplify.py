@@ -223,6 +223,8 @@ def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None
     node.graph.register_initializer(target)
     node.op_type = "Reshape"
     node.attributes.clear()
+    if 0 in shape:  # or it would mean the size of the source
+        node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
     node.resize_inputs(2)
     node.replace_input_with(0, source)
     node.replace_input_with(1, target)

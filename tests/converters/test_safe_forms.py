@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -93,6 +94,21 @@ def test_sums_of_many_rows_are_taken_in_stages(shape, axes, staged):
     for level in ("disable", "all"):
         off = np.abs(runtime.outputs(written, {"x": fed}, level)["y"] - exact).max() / np.abs(exact).max()
         assert off < 5e-7 if staged else off < 1e-4
+
+
+@pytest.mark.parametrize("axes", [[0], [0, 1]])
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+def test_sums_of_16_bits_stay_whole(kind, axes):
+    """Sums of blocks of 64 rows, and of rows, would be infinite in float16, and rounded in bfloat16."""
+    from onnx_remat.converters.passes.write_safely import write_safely
+
+    info, dtype = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    node = helper.make_node("ReduceSum", ["x", "axes"], ["y"], "sum", keepdims=0)
+    graph = helper.make_graph([node], "g", [info("x", dtype, [4096, 16])], [info("y", dtype, [16] * (2 - len(axes)))])
+    graph.initializer.append(onnx.numpy_helper.from_array(np.array(axes, np.int64), "axes"))
+    made = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9))
+    write_safely(made)
+    assert [n.op_type for n in made.graph] == ["ReduceSum"]
 
 
 @pytest.mark.parametrize("mask", ["", ", m"])
