@@ -358,6 +358,26 @@ def test_a_default_that_decides_shapes_is_fixed(fuse):
     np.testing.assert_allclose(found, sums[5:], rtol=1e-6)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("level", ["disable", "all"])
+def test_sizes_are_those_of_onnx_runtime_where_onnx_computes_others(level, fuse):
+    """Its evaluator counts negative axes from the axes so far, and slices backwards as Python does."""
+    axes, turned = helper.make_tensor("v", TensorProto.FLOAT, [4], [1, 2, 3, 4]), np.array([2, 3, 4])
+    nodes = [make("Unsqueeze", ["v"], ["c"], axes=[-2, -1]), make("Mul", ["x", "c"], ["y"])]
+    model = model_of(nodes, {"x": [4, 4, 8]}, {"y": [4, 4, 8]}, opset=12)
+    model.graph.initializer.append(axes)
+    x = np.random.default_rng(0).standard_normal((4, 4, 8), np.float32)
+    with Session(model, level=level, fuse=fuse) as session:
+        assert same_bits([session.run({"x": x})["y"]], [x * np.array([1, 2, 3, 4], np.float32)[:, None, None]])
+    nodes = [
+        make("Slice", ["v", "start", "end", "at", "step"], ["s"]), make("ReduceProd", ["s"], ["p"], keepdims=0),
+        make("Cast", ["p"], ["f"], to=TensorProto.FLOAT), make("Mul", ["x", "f"], ["y"]),
+    ]  # fmt: skip
+    ends = {"start": np.array([-5]), "end": np.array([-10]), "at": np.array([0]), "step": np.array([-1])}
+    with Session(model_of(nodes, {"x": [16]}, {"y": [16]}, {"v": turned, **ends}), level=level, fuse=fuse) as session:
+        assert same_bits([session.run({"x": x[0, 0:2].reshape(16)})["y"]], [2 * x[0, 0:2].reshape(16)])
+
+
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(UsageError, match="provider 'tpu'"):
         Session(SAMPLE, provider="tpu")
