@@ -240,10 +240,10 @@ class Options:
 
     effort: float | None = _option(
         30.0, _optional(_duration), "--effort",
-        "amount of search, in seconds of a reference core; the same plan on every machine", metavar="N",
+        "amount of search, in seconds of a reference core: the same plan however fast the machine is", metavar="N",
     )  # fmt: skip
-    """Amount of search, in seconds of a reference core: the plan is the same on every machine. Where only `time_limit`
-    is given: `time_limit` seconds. Where only the effort is given, there is no time limit."""
+    """Amount of search, in seconds of a reference core: the plan does not depend on how fast the machine is. Where only
+    `time_limit` is given: `time_limit` seconds. Where only the effort is given, there is no time limit."""
 
     costs: str = _option(
         "", _text, "--costs",

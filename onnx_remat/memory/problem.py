@@ -76,6 +76,9 @@ class Problem:
     donee_may_read : bool (n_values,) or empty
         Whether the op that makes such a value may itself read the resident it replaces: its kernel reads every element
         before it overwrites it. Empty: none may.
+    outputs_join : bool
+        Whether a graph output may reuse the buffer of an input that dies, as in a `Session`; in ONNX Runtime's own
+        sessions it has one of its own. Bounds alone look at it.
     moves : bool (n_ops,) or empty
         Ops that copy a value back from the host (`ort.moves`). Their first occurrence, right after the op that makes
         the value, does nothing and costs nothing. Empty: no moves.
@@ -101,6 +104,7 @@ class Problem:
     phase: npt.NDArray[np.int8]
     base_bytes: int
     hold_unread: bool = True
+    outputs_join: bool = False
     donates: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     donee_may_read: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
     moves: Flags = field(default_factory=lambda: np.empty(0, np.bool_))

@@ -57,6 +57,7 @@ def with_slab_donations(compiled: Compiled) -> Problem:
     sizes = ((tensors[name].dtype, tensors[name].shape) for name in graph.values)
     return replace(
         compiled.problem,
+        outputs_join=True,
         inplace_ptr=np.cumsum([0, *map(len, slots)]).astype(np.int32),
         inplace_slots=np.array([slot for each in slots for slot in each], np.int32),
         shape_class=np.array([kinds.setdefault(size, len(kinds)) for size in sizes], np.int32),

@@ -151,6 +151,7 @@ def writes(problem: Problem, op: int) -> int:
     for k in range(problem.out_ptr[op], problem.out_ptr[op + 1]):
         value = problem.out_values[k]
         joins = life.place[k] >= 0 or life.take_ptr[k] < life.take_ptr[k + 1]
-        if life.place[k] != IN_RESIDENT and (life.kept[value] or not joins):
+        apart = life.kept[value] and not problem.outputs_join
+        if life.place[k] != IN_RESIDENT and (apart or not joins):
             total += int(life.nbytes[value])
     return total

@@ -25,7 +25,8 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
 from onnx_remat.rewrite.notes import fusing, other_levels
-from onnx_remat.rewrite.relaxed import fused_cost, outside_fusions, outside_kernels, outside_pads
+from onnx_remat.rewrite.relaxed import fused_cost, outside_fusions, outside_kernels, outside_pads, outside_slab
+from onnx_remat.session import offsets
 from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.prediction import Footprint, predict
@@ -268,9 +269,10 @@ class LoopMemory(Accounting):
         if options.fuse and not why_not_fused(options.provider):
             optimized, outside = outside_kernels(optimized, original.compiled), outside_kernels(own, compiled)
             cost = fused_cost(own, compiled.graph)
+        least = offsets.least(compiled.kernels)
         return cls(
-            compiled, own, footprint.total, footprint.books, per_node, optimized, outside, options=options,
-            workspace=footprint.workspace, cost=cost,
+            compiled, own, footprint.total, footprint.books, per_node, outside_slab(optimized, least),
+            outside_slab(outside, least), options=options, workspace=footprint.workspace, cost=cost,
         )  # fmt: skip
 
     def with_moves(self, compiled: Compiled) -> LoopMemory:

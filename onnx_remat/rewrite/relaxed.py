@@ -61,6 +61,13 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     return _uncounted(replace(problem, workspace=workspace, cost=cost), inside)
 
 
+def outside_slab(problem: Problem, least: int) -> Problem:
+    """Return a problem that counts no value of less than `least` bytes, but outputs: such a value lies outside of a
+    session's slab, and a loop's bookkeeping contains it."""
+    small = (problem.nbytes < least) & ~problem.is_output & ~problem.resident
+    return replace(problem, nbytes=np.where(small, 0, problem.nbytes))
+
+
 def outside_pads(problem: Problem, compiled: Compiled) -> Problem:
     """Return a problem whose bounds hold where ONNX Runtime lets the reader of a Pad pad by itself.
 

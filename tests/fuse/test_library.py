@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -192,24 +193,30 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
 
 
 def test_the_wheels_build_hook_adds_the_library(tmp_path):
+    """And says why it adds no kernels, here of a package that has none."""
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
 
-    class Fake(hook.FusedLibrary):
+    class Fake(hook.Compiled):
         def __init__(self, root, target):
-            self._given = str(root), target
+            self._given, self._warnings = (str(root), target), []
+
+        app = property(lambda self: SimpleNamespace(display_warning=self._warnings.append))
 
         root = property(lambda self: self._given[0])
         target_name = property(lambda self: self._given[1])
 
     package = tmp_path / "onnx_remat" / "fuse"
     package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
     for name in ("build.py", "shim.c", "convolution.c"):
         (package / name).write_bytes((ROOT / "onnx_remat" / "fuse" / name).read_bytes())
     data = {"force_include": {}}
-    Fake(tmp_path, "wheel").initialize("standard", data)
+    fake = Fake(tmp_path, "wheel")
+    fake.initialize("standard", data)
+    assert ["onnx_remat.rewrite" in each for each in fake._warnings] == [True]
     ((source, target),) = data["force_include"].items()
     assert Path(source).is_file() and target == f"onnx_remat/fuse/{build.library_name()}"
     assert data["pure_python"] is False and data["tag"].startswith("py3-none-linux")

@@ -36,6 +36,30 @@ def test_no_bound_is_above_what_a_loop_takes():
     assert original.memory.floor <= 2 * 4 * ENTRIES + 64  # the input, and that buffer
 
 
+def test_an_output_may_lie_over_what_it_is_made_of():
+    """The product dies in the Softplus, which is an output: a session needs one buffer, ONNX Runtime's own two."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1024,1] a, float[1,1024] b) => (float[1024,1024] y) '
+        "{ x = MatMul(a, b) y = Softplus(x) }"
+    )
+    loop, session = (begin(model, {"run_by": by}) for by in ("loop", "session"))
+    assert loop.footprint.live == 4 * 1024 * 1024
+    assert loop.memory.floor <= loop.footprint.live + 2 * 4 * 1024
+    assert session.memory.floor >= 2 * 4 * 1024 * 1024
+
+
+def test_bounds_leave_out_what_lies_outside_of_the_slab():
+    """A thousand products of 4,000 bytes each are joined to an output; the bookkeeping has them."""
+    products = " ".join(f"v{i} = MatMul(p, w)" for i in range(1000))
+    model = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[1,8] p, float[8,1000] w) => (float[1,1000000] y) '
+        f"{{ {products} y = Concat<axis = 1>({', '.join(f'v{i}' for i in range(1000))}) }}"
+    )
+    original = begin(model, {"run_by": "loop"})
+    assert original.footprint.live <= 4_000_000 + 64
+    assert original.memory.floor <= original.footprint.live + 4 * 8008
+
+
 def test_a_sum_of_tensors_is_bounded_as_before():
     original = begin(chain(8), {"run_by": "session"})
     assert original.memory.floor >= 3 * 4 * ENTRIES
