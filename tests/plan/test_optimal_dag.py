@@ -116,3 +116,14 @@ def test_chains_grow_like_the_square_root() -> None:
         problem = chain(n)
         plan = get("optimal_dag")(Request(problem, 0, baseline(problem)))
         assert simulate(problem, plan).peak <= 2 * n**0.5 + 3
+
+
+def test_skips_may_be_nested_as_deep_as_the_graph() -> None:
+    """A U-Net of 600 levels, deeper than Python's stack."""
+    depth = 600
+    down = [(i, i + 1) for i in range(depth)]
+    up = [(depth + i, depth + i + 1) for i in range(depth)]
+    skips = [(depth - 1 - i, depth + 1 + i) for i in range(depth)]
+    problem = training([10] * (2 * depth + 1), down + up + skips)
+    plan = get("optimal_dag")(Request(problem, 0, baseline(problem)))
+    check_schedule(problem, plan)

@@ -17,6 +17,7 @@ from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule, chec
 from onnx_remat.plan import request as contract
 from onnx_remat.plan.bounds import lower_bound
 from onnx_remat.plan.cost_bounds import cost_lower_bound
+from onnx_remat.plan.request import Deadline
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.candidates import annealed
 from onnx_remat.plan.search.core import liveness_model
@@ -27,6 +28,7 @@ from onnx_remat.plan.search.tuning import LANES
 from onnx_remat.plan.selectors import Request, get, materialize, names
 from onnx_remat.plan.selectors.exact import solve
 from onnx_remat.plan.selectors.materialize import _sort, split_step
+from onnx_remat.plan.selectors.min_cut import cut_seeds
 from onnx_remat.plan.selectors.revolve import table
 from tests.support.planner_problems import (
     baseline,
@@ -328,3 +330,9 @@ def test_a_chain_is_sorted_by_position(length):
     expected = [chain[0], *sorted(chain[1:], key=lambda op: position[op])]
     _sort.py_func(chain, length, position)
     assert chain.tolist() == expected
+
+
+def test_no_cut_is_searched_for_once_time_is_up() -> None:
+    problem = chain(40)
+    assert cut_seeds(problem, np.arange(problem.n_ops, dtype=np.int32), 0, Deadline())
+    assert not cut_seeds(problem, np.arange(problem.n_ops, dtype=np.int32), 0, Deadline(0.0))

@@ -42,17 +42,46 @@ class Closed:
     parts: tuple[Closed, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """A closed set's division before its parts are divided; `parts` are their places in a list of divisions."""
+
+    members: tuple[int, ...]
+    line: tuple[int, ...]
+    joints: tuple[int, ...]
+    parts: range
+
+
 def divide(graph: nx.DiGraph, weight: dict[int, int], entry: int, exit_: int, inside: Iterable[int]) -> Closed:
     """Return the division tree of the closed set `inside`, between `entry` and `exit_`.
 
-    Vertices are numbered in topological order; every member is on a path from `entry` to `exit_`.
+    Vertices are numbered in topological order; every member is on a path from `entry` to `exit_`. The tree may be as
+    deep as the graph.
     """
-    members = tuple(sorted(inside))
-    total = sum(weight[v] for v in members)
+    todo: list[_Region] = [(entry, exit_, sorted(inside))]
+    divisions: list[_Division] = []
+    for region in todo:  # which grows
+        line, joints, parts = _divided(graph, *region)
+        divisions.append(_Division(tuple(region[2]), line, joints, range(len(todo), len(todo) + len(parts))))
+        todo += parts
+    made: dict[int, Closed] = {}
+    for place, of in reversed(list(enumerate(divisions))):
+        total = sum(weight[v] for v in of.members)
+        made[place] = Closed(total, of.members, of.line, of.joints, tuple(made.pop(part) for part in of.parts))
+    return made[0]
+
+
+_Region = tuple[int, int, list[int]]  # entry, exit, members
+
+
+def _divided(
+    graph: nx.DiGraph, entry: int, exit_: int, inside: list[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], list[_Region]]:
+    """Return a closed set's line, joints and parts, see `Closed`."""
+    members = tuple(inside)
     if not members:
-        return Closed(0, ())
-    line = _splitting(graph, entry, exit_, members)
-    if line:
+        return (), (), []
+    if line := _splitting(graph, entry, exit_, members):
         bounds = [entry, *line, exit_]
         parts: list[list[int]] = [[]]
         for v in members:
@@ -60,17 +89,13 @@ def divide(graph: nx.DiGraph, weight: dict[int, int], entry: int, exit_: int, in
                 parts.append([])
             else:
                 parts[-1].append(v)
-        found = tuple(divide(graph, weight, bounds[i], bounds[i + 1], part) for i, part in enumerate(parts))
-        return Closed(total, members, line=tuple(line), parts=found)
-    branches = [sorted(part) for part in nx.weakly_connected_components(graph.subgraph(members))]
+        return tuple(line), (), [(bounds[i], bounds[i + 1], part) for i, part in enumerate(parts)]
+    branches = sorted(sorted(part) for part in nx.weakly_connected_components(graph.subgraph(members)))
     if len(branches) > 1:
-        return Closed(
-            total, members, parts=tuple(divide(graph, weight, entry, exit_, part) for part in sorted(branches))
-        )
+        return (), (), [(entry, exit_, part) for part in branches]
     regions = _maximal_regions(graph, entry, exit_, members)
     covered = {v for _, _, part in regions for v in part}
-    joints = tuple(v for v in members if v not in covered)
-    return Closed(total, members, joints=joints, parts=tuple(divide(graph, weight, *region) for region in regions))
+    return (), tuple(v for v in members if v not in covered), regions
 
 
 def _splitting(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[int]:
@@ -83,9 +108,6 @@ def _splitting(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ..
             found.append(v)
         farthest = max(farthest, *graph.successors(v))
     return found
-
-
-_Region = tuple[int, int, list[int]]  # entry, exit, members
 
 
 def _maximal_regions(graph: nx.DiGraph, entry: int, exit_: int, members: tuple[int, ...]) -> list[_Region]:

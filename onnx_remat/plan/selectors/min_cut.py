@@ -21,7 +21,7 @@ import numpy as np
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Flags, Ints, Problem, Schedule
 from onnx_remat.plan.flow import Network, arcs
-from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.request import Deadline, Request, register
 from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors.materialize import materialize, split_step
 
@@ -62,8 +62,9 @@ def saving(problem: Problem, base_order: Ints, split: int) -> Network:
     )
 
 
-def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]:
-    """Return distinct schedules of a sweep of prices, cheapest first, and mixtures of the two next to the budget."""
+def cut_seeds(problem: Problem, base_order: Ints, budget: int, deadline: Deadline) -> list[Schedule]:
+    """Return distinct schedules of a sweep of prices, cheapest first, and mixtures of the two next to the budget; those
+    of the prices that there is time for."""
     split = split_step(problem, base_order)
     network = saving(problem, base_order, split)
     unit = float(problem.cost.sum()) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
@@ -83,6 +84,8 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]
     above, before = 0.0, np.zeros(problem.n_ops, np.bool_)
     within: tuple[float, Flags] | None = None
     for price in _PRICES.tolist():
+        if deadline.passed():
+            break
         if not np.array_equal(flags := dropped(price), found[-1] if found else before):
             found.append(flags)
             if within is None and keeps(flags):
@@ -93,13 +96,15 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int) -> list[Schedule]
         return [*map(schedule, found)]
     price, after = within
     for _ in range(_BISECTIONS):
+        if deadline.passed():
+            break
         middle = math.sqrt(above * price) if above else price / 2
         if keeps(flags := dropped(middle)):
             price, after = middle, flags
         else:
             above, before = middle, flags
-    mixed = [schedule(flags) for flags in (after, *_mixtures(base_order, before, after, keeps))]
-    return [*map(schedule, found), *mixed]
+    mixed = [] if deadline.passed() else _mixtures(base_order, before, after, keeps)
+    return [*map(schedule, found), *map(schedule, (after, *mixed))]
 
 
 def _mixtures(base_order: Ints, before: Flags, after: Flags, keeps: Callable[[Flags], bool]) -> Iterator[Flags]:
@@ -123,5 +128,5 @@ def _mixtures(base_order: Ints, before: Flags, after: Flags, keeps: Callable[[Fl
 @register("min_cut")
 def min_cut(request: Request) -> Schedule:
     """Priced min-cut between forward and backward (AOTAutograd's partitioner, recompute cost in the cut)."""
-    cuts = cut_seeds(request.problem, request.baseline.array(), request.budget)
+    cuts = cut_seeds(request.problem, request.baseline.array(), request.budget, request.deadline)
     return cheapest_within(request, [request.baseline, *cuts])

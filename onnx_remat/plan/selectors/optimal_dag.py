@@ -99,9 +99,17 @@ def lightest(closed: Closed, weight: dict[int, int], term: int, spans: dict[int,
 
     If no choice achieves this (a single result may weigh more), every candidate of the division is a checkpoint.
     """
-    if closed.weight <= term:
-        return 0, ()
-    parts = [lightest(part, weight, term, spans) for part in closed.parts]
+    found: dict[int, _Checkpoints] = {}
+    for inner in reversed(list(every_set(closed))):  # parts before what they are parts of
+        parts = [found[id(part)] for part in inner.parts]
+        found[id(inner)] = (0, ()) if inner.weight <= term else _joined(inner, parts, weight, term, spans)
+    return found[id(closed)]
+
+
+def _joined(
+    closed: Closed, parts: list[_Checkpoints], weight: dict[int, int], term: int, spans: dict[int, Longs]
+) -> _Checkpoints:
+    """Return the lightest checkpoints of a set that is too heavy, from those of its parts."""
     if not closed.line:
         kept = (*closed.joints, *(v for _, inside in parts for v in inside))
         return sum(weight[v] for v in closed.joints) + sum(price for price, _ in parts), kept

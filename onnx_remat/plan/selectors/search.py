@@ -57,7 +57,7 @@ def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Candid
             break
         plans = segment_seeds(problem, base.array())
         if problem.n_ops <= LARGE_OPS:
-            plans += cut_seeds(problem, base.array(), budget)
+            plans += cut_seeds(problem, base.array(), budget, request.deadline)
         classical += [priced(problem, plan.order, budget) for plan in plans]
         too_tight = all(plan.over for plan in (*plain, *classical))  # for plans with one recompute per op
         if too_tight and not request.deadline.ends_within(RECURSION_SECONDS_PER_OP * problem.n_ops):
