@@ -11,7 +11,7 @@ from onnx_remat.ir.shapes import with_planned
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
-from onnx_remat.rewrite.accounting import Goal
+from onnx_remat.rewrite.accounting import MARGIN, Goal
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.plans import first_look, lowest_peak
 from onnx_remat.rewrite.report import TRAINING, WORDING
@@ -39,7 +39,7 @@ class Estimate(Finding):
     covered : int
         The memory of the unmodified graph that a budget covers: a budget of 100 %.
     impossible_below : int
-        Lower bound on every budget that any plan can keep (`bounds.lower_bound`).
+        Lower bound on every budget that any plan can keep (`bounds.lower_bound`), with `accounting.MARGIN` kept free.
     first_look : int
         The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below`
         at most `covered`, which the unmodified graph keeps.
@@ -87,7 +87,7 @@ class Estimate(Finding):
     def _lowest(self) -> list[str]:
         total, bound, found = self.covered, self.impossible_below, self.first_look
         if bound >= total:
-            return ["this is optimal: no plan, whatever it recomputes, needs less"]
+            return [f"nothing to gain: with {MARGIN:.0%} kept free, no plan needs less, whatever it recomputes"]
         proved = f"impossible: any budget below {format_bytes(bound)}, whatever a plan recomputes"
         if found >= total:
             return [proved, f"a first look finds no plan below {format_bytes(total)}; full planning may find one"]
