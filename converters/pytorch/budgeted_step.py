@@ -27,6 +27,7 @@ from .devices import (
     in_one_piece,
     readable,
 )
+from .holders import held
 from .outside import Outside, check_apart, memory, shares_memory
 from .preparation import Prepared
 from .sizes import Sessions, Written
@@ -117,6 +118,7 @@ class Budgeted:
         for one in self._outside.values():
             if memory(one.alias) in buffers:
                 raise shares_memory(one.label, f"buffer {buffers[memory(one.alias)]}")
+        self._outside = held(self._outside)
         self._bound: dict[str, _Layout] = {}
         self._formals = {array.name: array for array in self._session.outputs}
         self._kept = {names.output(name): name for name in prepared.outputs}

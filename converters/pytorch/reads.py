@@ -78,7 +78,7 @@ class Lift(TorchDispatchMode):
             with computed_now():
                 alias = tensor.detach()
             phase = (traceback.current_meta.get("custom") or {}).get("phase")
-            label = "" if fresh else f"{called(tensor)} of shape {list(tensor.shape)}, read{here()}"
+            label = f"{called(tensor)} of shape {list(tensor.shape)}, read{here()}"
             stand_in = FunctionalTensor.to_functional(alias)
             found = self.reads[id(tensor)] = Read(tensor, alias, stand_in, label, phase == "forward", fresh)
         return found
@@ -121,16 +121,16 @@ def outside(reads: Iterable[Read], again: Seen, trained: Mapping[str, torch.Tens
         new = memory(read.tensor) not in again.memory if read.forward else read.fresh
         if new or not read.tensor.numel():
             continue
-        label = read.label or f"a tensor of shape {list(read.tensor.shape)}"
         if was_changed(read.stand_in):
             raise ConversionError(
-                f"{label}, is changed by the step, but is not in the model: make it a buffer of the model "
+                f"{read.label}, is changed by the step, but is not in the model: make it a buffer of the model "
                 "(register_buffer) or change it between steps; put a network that is only read into eval mode"
             )
         if (name := names.get(memory(read.tensor))) is not None:
-            raise shares_memory(label, f"parameter {name}")
+            raise shares_memory(read.label, f"parameter {name}")
         lasts = id(read.tensor) in again.objects
-        made.append((read, lasting(label, read.tensor, read.alias) if lasts else in_memory(label, read.alias)))
+        one = lasting(read.label, read.tensor, read.alias) if lasts else in_memory(read.label, read.alias)
+        made.append((read, one))
     return made
 
 

@@ -89,6 +89,15 @@ def kept_parameter(at: str) -> ConversionError:
     )
 
 
+def kept_outside(what: str) -> ConversionError:
+    """Return the error for a tensor of the trace that code outside the model kept for the next run."""
+    return ConversionError(
+        f"{what}, was made by the step, and kept outside the model: if a cache keeps it, empty the cache and run the "
+        "model once before the step is made, which then reads a constant; else make it a buffer of the model "
+        "(register_buffer)"
+    )
+
+
 def untranslated(error: Exception, graph: torch.fx.Graph, lines: Mapping[str, str]) -> ConversionError:
     """Return the error for a step that could not be translated: cause, operator, its module, and its line by
     `lines`."""

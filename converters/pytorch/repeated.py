@@ -23,9 +23,17 @@ import torch
 from onnx_remat.errors import ConversionError
 
 from .carried import Origins
-from .private_torch import FakeTensor, TorchDispatchMode, compiling, computed_now, pytree, traceback
-from .reads import Seen
-from .refusals import here
+from .private_torch import (
+    FakeTensor,
+    FunctionalTensor,
+    TorchDispatchMode,
+    compiling,
+    computed_now,
+    pytree,
+    traceback,
+)
+from .reads import Seen, called
+from .refusals import here, kept_outside
 from .rules.composites import Composites
 
 _Call: TypeAlias = tuple[str, str, str, str]
@@ -68,6 +76,8 @@ class Listing(TorchDispatchMode):
     ) -> Any:
         leaves = pytree.tree_leaves((args, kwargs or {}))
         for leaf in leaves:
+            if isinstance(leaf, FunctionalTensor):
+                raise kept_outside(f"{called(leaf)} of shape {list(leaf.shape)}, read{here()}")
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor):
                 self.seen.add(leaf)
         module = str((traceback.current_meta.get("custom") or {}).get("module", ""))

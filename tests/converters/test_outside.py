@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 
@@ -173,6 +174,88 @@ def test_a_variable_that_holds_another_tensor():
     with pytest.raises(UsageError, match=r"^tensor weights of shape \[3\], read at .* was replaced .*copy_"):
         step(batch)
     assert torch.equal(before, model[0].weight)
+
+
+class OfRow(Reading):
+    def __init__(self):
+        super().__init__()
+        self.table = np.ones((2, 3), np.float32)
+
+    def read(self):
+        return torch.from_numpy(self.table[1])
+
+    def replaced(self):
+        self.table = np.full((2, 3), 2, np.float32)
+
+
+class OfNumbers(OfNumpy):
+    def replaced(self):
+        self.numbers = np.full(3, 2, np.float32)
+
+
+class OfTensorsNumbers(OfNumpy):
+    def __init__(self):
+        super().__init__()
+        self.numbers = self.tensor.numpy()
+
+    def replaced(self):
+        self.tensor.data = torch.full((3,), 2.0)
+        self.numbers = self.tensor.numpy()
+
+
+@pytest.mark.parametrize("kind", [OfRow, OfNumbers, OfTensorsNumbers])
+def test_memory_that_another_takes_the_place_of(kind):
+    """The first was read in every step."""
+    model, batch, loss = network(), example(), kind()
+    steps = [budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch) for _ in range(2)]
+    for step in steps:
+        step(batch)
+    before = model[0].weight.detach().clone()
+    loss.replaced()
+    for step in steps:
+        with pytest.raises(UsageError, match=r"of shape \[3\], read at .* was replaced .*copy_"):
+            step(batch)
+    assert torch.equal(before, model[0].weight)
+
+
+def test_a_cache_outside_the_model():
+    @functools.cache
+    def mask(size):
+        return torch.ones(size, size).tril()
+
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x @ mask(x.shape[1]))
+
+    torch.manual_seed(0)
+    model = Masked(6, 3)
+    refused(F.cross_entropy, r"read at .*kept outside the model.*empty the cache and run the model once", model)
+    mask.cache_clear()
+    other, (x, target) = copy.deepcopy(model), example()
+    expected = F.cross_entropy(other(x), target)
+    step = budgeted(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), (x, target))
+    assert step((x, target)) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_memory_in_the_defaults_of_a_function_lasts():
+    def loss(made, target, numbers=np.ones(3, np.float32)):  # noqa: B008  # lasts as long as the function
+        return F.cross_entropy(made, target, torch.from_numpy(numbers))
+
+    model, batch = network(), example()
+    gc.collect()  # the tuple of defaults is then untracked
+    step = budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch)
+    gc.collect()
+    assert step(batch) > step(batch)
+
+
+def test_memory_that_nothing_of_python_holds():
+    model, kept = network(), bytearray(np.ones(3, np.float32).tobytes())
+
+    def loss(made, target):
+        return F.cross_entropy(made * torch.frombuffer(kept, dtype=torch.float32), target)
+
+    with pytest.raises(ConversionError, match=r"read at .* is made in each run from memory that no tensor .*: make it"):
+        budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), example())
 
 
 def test_another_type_in_its_place():
