@@ -29,6 +29,7 @@ _KINKED = (
     "hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "_prelu_kernel", "hardshrink", "softshrink", "abs",
     "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "amax", "amin", "argmax", "argmin", "sort",
     "topk", "median", "kthvalue", "cummax", "cummin", "sign", "floor", "ceil", "round", "trunc", "gt", "lt", "ge", "le",
+    "searchsorted", "bucketize",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d",
     "smooth_l1_loss", "huber_loss", "hinge_embedding_loss", "margin_ranking_loss",
 )  # fmt: skip
@@ -54,6 +55,11 @@ def _uniform(_: Any = None, low: float = 0.0, high: float = 1.0, **__: Any) -> t
 
 def _normal(_: Any = None, mean: float = 0.0, std: float = 1.0, **__: Any) -> tuple[float, float]:
     return mean, std
+
+
+def _normals(mean: torch.Tensor | float, std: torch.Tensor | float = 1.0, **_: Any) -> tuple[float, float]:
+    means, deviations = torch.broadcast_tensors(*(torch.as_tensor(each, dtype=torch.float64) for each in (mean, std)))
+    return float(means.mean()), float(deviations.square().mean().sqrt())
 
 
 def _exponential(_: Any, rate: float = 1.0, **__: Any) -> tuple[float, float]:
@@ -93,6 +99,10 @@ DRAWS: dict[Any, Moments] = {
     aten.uniform_.default: _uniform,
     aten.normal_.default: _normal,
     aten.normal_functional.default: _normal,
+    aten.normal.Tensor_float: _normals,
+    aten.normal.float_Tensor: _normals,
+    aten.normal.Tensor_Tensor: _normals,
+    aten.normal.float_float: lambda mean, std, *_, **__: (mean, std),
     aten.exponential_.default: _exponential,
 }
 """Random operators: mean and standard deviation of an element, from the operator's arguments."""
@@ -174,7 +184,7 @@ class Replay(Watch):
         _plausible(func, drawn, DRAWS[func](*args, **kwargs))
         if func is aten.native_dropout.default:
             x, p = args[0], args[1]
-            return x * drawn * (1 / (1 - p)), drawn
+            return x * drawn * (1 / (1 - p) if p < 1 else 0.0), drawn
         if func._schema.name.endswith("_"):
             return args[0].copy_(drawn)
         return drawn.to(func(*args, **kwargs).dtype)

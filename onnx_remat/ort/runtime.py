@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -189,10 +190,7 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
         leaving_out = {"disabled_optimizers": [*without]} if without else {}
         return onnxruntime.InferenceSession(source, options, providers=[*providers], **leaving_out)
     except Exception as error:
-        reason = _first_line(error)
-        if "Could not find an implementation" in reason and tuple(providers) == tuple(HOST):
-            reason += "; it has few CPU kernels for bfloat16: convert in float32, or plan with provider 'cuda'"
-        raise ModelError(f"ONNX Runtime cannot load the model: {reason}") from error
+        raise ModelError(f"ONNX Runtime cannot load the model: {_reason(error, source, providers)}") from error
 
 
 def limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
@@ -217,11 +215,12 @@ def outputs(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: str 
 
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = False  # for a single run it would only keep memory from others
+    source = model.SerializeToString()
     try:
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[*HOST])
+        session = onnxruntime.InferenceSession(source, options, providers=[*HOST])
         made = session.run(None, dict(feeds))
     except Exception as error:
-        raise ModelError(f"ONNX Runtime cannot run the model: {_first_line(error)}") from error
+        raise ModelError(f"ONNX Runtime cannot run the model: {_reason(error, source, HOST)}") from error
     return dict(zip((value.name for value in model.graph.output), made, strict=True))
 
 
@@ -399,6 +398,22 @@ def check_provider(name: str) -> None:
             f"ONNX Runtime has no {name} here: pip install 'onnx-remat[gpu]' in place of [cpu], "
             "on a machine with an NVIDIA GPU and CUDA"
         )
+
+
+_SCARCE = {onnx.TensorProto.BFLOAT16: "bfloat16", onnx.TensorProto.DOUBLE: "float64"}
+"""Types for which ONNX Runtime's CPU has no kernels of many ops."""
+
+
+def _reason(error: Exception, source: str | bytes, providers: Sequence[str]) -> str:
+    """Return ONNX Runtime's message, with the types of the model for which it may have no kernel, and a remedy."""
+    reason = _first_line(error)
+    if "Could not find an implementation" not in reason or tuple(providers) != tuple(HOST):
+        return reason
+    graph = onnx.load(io.BytesIO(source) if isinstance(source, bytes) else source, load_external_data=False).graph
+    kinds = {value.type.tensor_type.elem_type for value in (*graph.input, *graph.value_info, *graph.output)}
+    scarce = " and ".join(name for kind, name in _SCARCE.items() if kind in kinds)
+    remedy = f"; its CPU lacks many kernels for {scarce}: convert in float32, or plan with provider 'cuda'"
+    return reason + remedy if scarce else reason
 
 
 def _first_line(error: Exception) -> str:

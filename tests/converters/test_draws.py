@@ -30,6 +30,11 @@ DRAWS = {
     "attention": lambda x: F.scaled_dot_product_attention(*3 * (x.view(-1, 2, 4, 4),), dropout_p=0.3).flatten(1),
     "RReLU": lambda x: F.rrelu(x, training=True),
     "RReLU in place": lambda x: nn.RReLU(inplace=True)(x * 2),
+    "all dropped": lambda x: F.dropout(x, 1.0) + x,
+    "normal": lambda x: x + torch.normal(0.5, 2.0, (64, 32)),
+    "normal about means": lambda x: x * 0.1 + torch.normal(x, 0.1),
+    "normal of deviations": lambda x: x + torch.normal(1.0, x.abs()),
+    "normal of rows": lambda x: x * torch.distributions.Normal(x[:, :1], x.abs()[:1] + 1).sample(),
     "noise": lambda x: x + torch.randn_like(x),
     "a mask of one's own": lambda x: x * (torch.rand_like(x) > 0.3),
 }
@@ -56,6 +61,16 @@ def test_draws_anywhere(draw, frozen):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     step = export_training_step(model, batch, F.cross_entropy, optimizer)
     assert fixed_draws.random_nodes(step)
+
+
+@pytest.mark.parametrize("draw", ["Dropout", "all dropped", "attention", "normal", "normal about means"])
+def test_draws_in_float64(draw):
+    """Dropout was scaled in float32."""
+    torch.manual_seed(0)
+    model = Drawing(DRAWS[draw], frozen=False).double()
+    batch = torch.randn(64, 16, dtype=torch.float64), torch.randint(0, 4, (64,))
+    step = export_training_step(model, batch, F.cross_entropy)
+    assert draw == "all dropped" or fixed_draws.random_nodes(step)
 
 
 def test_a_draw_that_no_step_can_make_is_refused_with_its_line():

@@ -406,8 +406,72 @@ def test_other_precisions(kind):
     assert wanted in kinds
     assert error(step) < {"float64": 1e-12, "float16": 5e-3}.get(kind, 3e-2)
     if wanted == 16:  # written all the same: a GPU has the kernels
-        with pytest.raises(ModelError, match=r"Gemm.*few CPU kernels for bfloat16: convert in float32, or .*'cuda'"):
+        with pytest.raises(
+            ModelError, match=r"Gemm.*CPU lacks many kernels for bfloat16: convert in float32, or .*'cuda'"
+        ):
             rewrite_model(step, "90%")
+
+
+def test_kernels_that_float64_lacks_are_said_to_be_of_float64():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double()
+    batch = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.zeros(2).long()
+    with pytest.raises(ModelError, match=r"Conv.*lacks many kernels for float64: convert in float32"):
+        export_training_step(model, batch, F.cross_entropy)
+
+
+DISTRIBUTIONS = {
+    "StudentT": lambda p: torch.distributions.StudentT(p + 1, p, p),
+    "NegativeBinomial": lambda p: torch.distributions.NegativeBinomial(p + 1, logits=p),
+    "Gamma": lambda p: torch.distributions.Gamma(p, p + 1),
+    "Beta": lambda p: torch.distributions.Beta(p, p + 1),
+    "Poisson": lambda p: torch.distributions.Poisson(p),
+}
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_distributions_by_the_gamma_function(kind):
+    """Their likelihoods, and their entropies where these have derivatives of it."""
+
+    def loss(made, target):
+        of = DISTRIBUTIONS[kind](F.softplus(made) + 0.1)
+        extra = of.entropy().mean() if kind in ("Beta", "Gamma", "StudentT") else 0
+        return extra - of.log_prob(target / 10 if kind == "Beta" else target).mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3), torch.randn(16, 4)
+    assert error(export_training_step(model, (x, torch.randint(1, 9, (16, 3)).float()), loss)) < 1e-5
+
+
+def test_gamma_functions_on_both_sides_of_zero():
+    def loss(made, target):
+        x = made * 5
+        return (torch.lgamma(x) + 0.01 * torch.digamma(x) * target).mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).double(), torch.randn(16, 4, dtype=torch.float64)
+    export_training_step(model, (x, torch.randn(16, 3, dtype=torch.float64)), loss)
+
+
+def test_places_in_sorted_sequences():
+    class Binned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.linear = nn.Embedding(8, 4), nn.Linear(4, 3)
+            self.register_buffer("edges", torch.linspace(-1, 1, 7))
+
+        def forward(self, x):
+            ends = x.sort(1).values[:, 1:]
+            order = self.edges.flip(0).argsort()
+            places = [
+                torch.bucketize(x, self.edges), torch.bucketize(x, self.edges, right=True),
+                torch.searchsorted(self.edges, x, side="right"), torch.searchsorted(ends, x, out_int32=True),
+                torch.searchsorted(self.edges.flip(0), x, sorter=order),
+            ]  # fmt: skip
+            return self.linear(sum(self.rows(place) * weight for weight, place in enumerate(places, 1)).sum(1))
+
+    torch.manual_seed(0)
+    x = (torch.randn(16, 4) * 3).round() / 3  # on the edges, too
+    export_training_step(Binned(), (x, torch.randint(0, 3, (16,))), F.cross_entropy)
 
 
 def refused(match, *args, **kwargs):

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ..private_torch import get_decompositions
-from . import convolution, elementwise, indexing, losses, normalization, padding, pooling, resizing
+from . import convolution, draws, elementwise, gamma, indexing, losses, normalization, padding, pooling, resizing
 from .registry import RULES
 
 __all__ = [
-    "convolution", "decompositions", "elementwise", "indexing", "losses", "normalization", "padding", "pooling",
-    "resizing",
+    "convolution", "decompositions", "draws", "elementwise", "gamma", "indexing", "losses", "normalization", "padding",
+    "pooling", "resizing",
 ]  # fmt: skip
 
 

@@ -161,6 +161,36 @@ def scatter_reduce(
     return x.scatter_add(dim, index, source) / counts.clamp(min=1)
 
 
+@rule(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(
+    sequence: torch.Tensor,
+    values: torch.Tensor | float,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """How many come before each value."""
+    if sorter is not None:
+        sequence = sequence.gather(-1, sorter)
+    if not isinstance(values, torch.Tensor):
+        values = torch.full([], values, dtype=torch.result_type(sequence, values))
+    if sequence.dim() > 1:
+        sequence = sequence.unsqueeze(-2)
+    value = values.unsqueeze(-1)
+    after = sequence > value if right or side == "right" else sequence >= value
+    return (~after).sum(-1).to(torch.int32 if out_int32 else torch.int64)
+
+
+@rule(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(
+    values: torch.Tensor | float, boundaries: torch.Tensor, *, out_int32: bool = False, right: bool = False
+) -> torch.Tensor:
+    """As `searchsorted`."""
+    return searchsorted(boundaries, values, out_int32=out_int32, right=right)
+
+
 @rule(aten.median.default)
 def median_of_all(x: torch.Tensor) -> torch.Tensor:
     """The lower of the two in the middle."""
