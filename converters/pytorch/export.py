@@ -54,21 +54,19 @@ def step_of(
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad and name in inside}
     trainable: dict[str, torch.Tensor] = {name: p for name, p in parameters.items() if name in trained}
     optimizer_facts.check_hooks(optimizers, trainable)
+    optimizer_facts.check_sparse(optimizers, model)
     buffers, batch = dict(model.named_buffers()), Batch.of(example_inputs)
-    if taken := [name for name in batch.names if name in parameters or name in buffers]:
-        raise ConversionError(
-            f"the batch has {taken[0]!r}, and so has the model, as a parameter or buffer: rename one of them, since "
-            "inputs of a step go by their names"
-        )
     state: updates.State = {}
     for optimizer in optimizers:
         state |= updates.initial_state(optimizer, trainable)
-    return StepParts(
+    step = StepParts(
         model, batch, loss, trainable,
         frozen={name: p for name, p in parameters.items() if name not in trained},
         buffers=buffers, recipe=recipe, optimizers=optimizers, state=state,
         settings=optimizer_facts.settings(optimizers), wanted=tuple(outputs),
     )  # fmt: skip
+    step.check_names()
+    return step
 
 
 def traced(
@@ -77,7 +75,10 @@ def traced(
     """Trace the step; with `feed`, tensors outside it are inputs, and the returned parts have them."""
     step.batch.check_dimensions(dynamic)
     made = trace(step, dynamic, opset, feed)
-    return made, replace(step, outside={name: one.alias for name, one in made.outside.items()}) if feed else step
+    if feed:
+        step = replace(step, outside={name: one.alias for name, one in made.outside.items()})
+        step.check_names()
+    return made, step
 
 
 def compare(

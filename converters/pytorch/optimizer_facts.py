@@ -61,6 +61,25 @@ def parameters_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mappi
     return found
 
 
+_SAME_OF_DENSE = (torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers for which a row without a gradient and one with a gradient of zeros are the same."""
+
+
+def check_sparse(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    """Raise ConversionError if an optimizer has sparse gradients, and may give other results for dense ones."""
+    for optimizer in optimizers:
+        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for path, module in model.named_modules():
+            is_sparse = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+            trained = is_sparse and module.weight.requires_grad and id(module.weight) in inside
+            if trained and type(optimizer) not in _SAME_OF_DENSE:
+                raise ConversionError(
+                    f"module {path!r} has sparse gradients, and a step has dense ones, by which optimizer "
+                    f"{type(optimizer).__qualname__} may change other rows: make it with sparse=False, or take "
+                    "torch.optim.SGD or Adagrad"
+                )
+
+
 def check_hooks(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> None:
     """Raise ConversionError if there are hooks that a graph cannot call."""
     for name, parameter in parameters.items():

@@ -159,12 +159,15 @@ def prepared_apart(request: Request, measured: Measurement | Known | None, livin
 
 
 def _with_rates(user: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer in which each learning rate is a tensor of its own, to become an input."""
+    """Return a copy of an optimizer in which each learning rate is a tensor of its own, to become an input.
+
+    A rate of None, as of Adafactor, stays: the optimizer computes it.
+    """
     state = {name: user.state[p] for name, p in parameters.items() if p in user.state}
     made = updates.twin(user, parameters, parameters, state)
     for group in made.param_groups:
         for key in optimizer_facts.INPUTS:
-            if key in group and (key == _LR or isinstance(group[key], torch.Tensor)):
+            if group.get(key) is not None and (key == _LR or isinstance(group[key], torch.Tensor)):
                 group[key] = torch.tensor(float(group[key]), dtype=optimizer_facts.settings_type(parameters))
     return made
 

@@ -66,12 +66,36 @@ class StepParts:
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return all inputs of the step by name, in order."""
+        return {name: value for part in self._inputs().values() for name, value in part.items()}
+
+    def _inputs(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the inputs by name, by what has them, in order."""
         # parameters in the model's order, trained or not
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         state = {names.state(n, slot): value for n, pieces in self.state.items() for slot, value in pieces.items()}
-        batch = dict(zip(self.batch.names, self.batch.tensors, strict=True))
-        own = parameters | self.buffers | state | self.recipe.state(self.trainable) | self.rates
-        return own | self.outside | batch
+        return {
+            "the model": parameters | self.buffers,
+            "the state of the optimizer": state,
+            "the update": self.recipe.state(self.trainable),
+            "the optimizer": self.rates,
+            "the code around the model": self.outside,
+            "the batch": dict(zip(self.batch.names, self.batch.tensors, strict=True)),
+        }
+
+    def check_names(self) -> None:
+        """Raise ConversionError if two inputs have one name, or an input and an output: one would stand for both."""
+        parts = self._inputs()
+        outputs = {names.LOSS, *map(names.gradient, self.trainable), *map(names.output, self.wanted)}
+        outputs |= {names.new(name) for part in parts.values() for name in part}
+        whose: dict[str, str] = dict.fromkeys(outputs, "the list of outputs")
+        for which, part in parts.items():
+            for name in part:
+                if name in whose:
+                    raise ConversionError(
+                        f"{which} has {name!r}, and so has {whose[name]}: rename the parameter, buffer or tensor of "
+                        "the batch, since inputs and outputs of a step go by their names"
+                    )
+                whose[name] = which
 
     @property
     def own(self) -> dict[str, torch.Tensor]:
@@ -116,7 +140,7 @@ class StepParts:
         with traceback.annotate({"phase": "backward", "module": ""}):
             scaled = self.recipe.scaled(loss, values)
             gradients = torch.autograd.grad(scaled, list(trainable.values()), allow_unused=True)
-            found = {name: g for name, g in zip(trainable, gradients, strict=True) if g is not None}
+            found = {name: _dense(g) for name, g in zip(trainable, gradients, strict=True) if g is not None}
             found = self.recipe.unscaled(found, values)
             if not self.optimizers:
                 found = self.recipe.clipped(found)
@@ -257,6 +281,11 @@ def _paths(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient with all its rows: torch's own of a sparse embedding has only those that were read."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _scalar(loss: Any, from_model: bool) -> torch.Tensor:

@@ -12,15 +12,16 @@ import torch
 from onnx_remat.errors import UsageError
 
 from .private_state import gradient_hooks, hooks_left_out, module_hooks
+from .updates import REPLACED
 
 SettingPlace: TypeAlias = tuple[int, int, str]
 """Place of a setting: index of the optimizer, index of the group, and key."""
 
 _NEW = "make a new step"
-_NOT_READ = {
+_NOT_READ = REPLACED | {
     "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr",
 }  # fmt: skip
-"""Settings of groups that schedulers keep there, and no optimizer reads."""
+"""Settings of groups that a step does not read, or that schedulers keep there, and no optimizer reads."""
 
 
 @dataclass(frozen=True, slots=True)

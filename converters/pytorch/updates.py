@@ -36,6 +36,9 @@ APART: Mapping[str, Any] = {"foreach": False, "fused": False}
 _CAPTURABLE = "capturable"
 """Setting for step counts in tensors, without which some optimizers branch on their values."""
 
+REPLACED = {*APART, _CAPTURABLE}
+"""Settings that choose a way to compute an update, not its result: a step has its own way."""
+
 _DIVIDE_BY_RATE = (torch.optim.Adam, torch.optim.Adamax)
 """Optimizers that divide by the learning rate if they are capturable: at a rate of zero, with which a warm-up begins,
 elements that never had a gradient would be 0 / 0. They do not branch in any form."""

@@ -448,6 +448,82 @@ def test_settings_that_update_all_parameters_at_once_change_nothing(kind, warm):
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
+def test_a_checkpoint_of_an_update_that_is_computed_in_another_way_is_gone_on_from():
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    batch = torch.randn(8, 4), torch.randn(8, 3)
+    mine = torch.optim.AdamW(model.parameters())
+    step = budgeted(model, mse, mine, batch)
+    step(batch)
+    other.load_state_dict(model.state_dict())
+    theirs = torch.optim.AdamW(other.parameters(), fused=True)
+    theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
+    theirs.param_groups[0].update(fused=True, foreach=False)
+    mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for _ in range(2):
+        step(batch)
+        theirs.zero_grad()
+        mse(other(batch[0]), batch[1]).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+def test_an_optimizer_that_computes_its_own_rate():
+    """As by default in transformers."""
+    adafactor = pytest.importorskip("transformers").Adafactor
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+    other = copy.deepcopy(model)
+    theirs = adafactor(other.parameters())
+    step = budgeted(model, mse, adafactor(model.parameters()), batch)
+    for _ in range(3):
+        step(batch)
+        theirs.zero_grad()
+        mse(other(batch[0]), batch[1]).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+class OfRows(nn.Module):
+    """Embeddings with sparse gradients, one row of which is read twice and some not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.bag = nn.Embedding(9, 4, sparse=True), nn.EmbeddingBag(9, 4, sparse=True)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(self.rows(x).sum(1) + self.bag(x))
+
+
+SPARSE = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_embeddings_with_sparse_gradients(kind):
+    torch.manual_seed(0)
+    model, batch = OfRows(), (torch.tensor([[1, 1], [2, 5], [5, 7]]), torch.randn(3, 3))
+    other = copy.deepcopy(model)
+    theirs = SPARSE[kind](other.parameters())
+    step = budgeted(model, mse, SPARSE[kind](model.parameters()), batch)
+    for turn in range(3):
+        given = (batch[0] + turn % 2, batch[1])
+        step(given)
+        theirs.zero_grad()
+        mse(other(given[0]), given[1]).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adam])
+def test_sparse_gradients_of_optimizers_that_treat_dense_ones_otherwise_are_refused(kind):
+    model, batch = OfRows(), (torch.tensor([[1, 1], [2, 5], [5, 7]]), torch.randn(3, 3))
+    with pytest.raises(ConversionError, match=f"module 'rows' has sparse gradients.*optimizer {kind.__name__} may"):
+        budgeted(model, mse, kind(model.rows.parameters()), batch)
+
+
 def test_names_of_a_batch_and_of_a_buffer_are_apart():
     class Masked(nn.Module):
         def __init__(self):
@@ -460,3 +536,23 @@ def test_names_of_a_batch_and_of_a_buffer_are_apart():
 
     with pytest.raises(ConversionError, match="the batch has 'mask', and so has the model"):
         export_training_step(Masked(), {"x": torch.randn(3, 4), "mask": torch.ones(3, 4)})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "loss", "new.bias", "grad.bias"])
+def test_names_of_a_model_and_of_a_steps_other_inputs_and_outputs_are_apart(name):
+    """The rate was the parameter's value."""
+
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            home = nn.Module()
+            for path in name.split(".")[:-1]:
+                self.add_module(path, home)
+            (home if "." in name else self).register_parameter(name.split(".")[-1], nn.Parameter(torch.tensor(0.4)))
+
+        def forward(self, x):
+            return super().forward(x) * dict(self.named_parameters())[name]
+
+    model, batch = Scaled(), (torch.randn(8, 4), torch.randn(8, 3))
+    with pytest.raises(ConversionError, match=f"has {name!r}, and so has .*: rename the parameter"):
+        budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 1e-3), batch)

@@ -68,7 +68,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Rows of the table; those longer than `max_norm` are shortened in it first.
+    """Rows of the table; those longer than `max_norm` are shortened in it first. Gradients are dense.
 
     torch's own finds the rows that are read by ``unique``, the size of whose result depends on data.
     """
@@ -78,7 +78,7 @@ def embedding(
             length = torch.linalg.vector_norm(weight, norm_type, dim=1)
             factor = torch.where(read & (length > max_norm), max_norm / (length + 1e-7), 1.0)
             weight.mul_(factor.unsqueeze(1))
-    return F.embedding(beyond(input), weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    return F.embedding(beyond(input), weight, padding_idx, None, norm_type, scale_grad_by_freq)
 
 
 def cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: Any = None) -> torch.Tensor:
