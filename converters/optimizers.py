@@ -5,6 +5,7 @@ For `autodiff.add_backward` and the TensorFlow converter. Converters of PyTorch 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -60,6 +61,7 @@ class SGD:
     maximize: bool = False
 
     def __post_init__(self) -> None:
+        _check_rate(self.lr)
         if self.momentum and self.dampening:
             raise ValueError("SGD with dampening is not supported, as torch omits it in the first step: set it to 0")
         if self.nesterov and not self.momentum:
@@ -101,6 +103,9 @@ class Adam:
     amsgrad: bool = False
     maximize: bool = False
     decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr)
 
     def slots(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         slots: dict[str, tuple[int, ...]] = {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
@@ -208,6 +213,12 @@ def _rate_inputs(emit: Emitter, optimizers: Mapping[str, Optimizer]) -> list[ir.
     if clash := next((name for name in named if emit.fresh(name) != name), None):
         raise ConversionError(f"the graph already has a value {clash!r}: choose another name for the learning rate")
     return [ir.Value(name=name, shape=ir.Shape(()), type=ir.TensorType(ir.DataType.FLOAT)) for name in named]
+
+
+def _check_rate(lr: Rate) -> None:
+    """Raise ConversionError for a learning rate that is no number of at least 0, as torch does."""
+    if not isinstance(lr, str) and not 0 <= lr < math.inf:
+        raise ConversionError(f"a learning rate is a finite number of at least 0, or the name of an input, not {lr}")
 
 
 def _rate(emit: Emitter, lr: Rate, like: ir.Value) -> ir.Value:

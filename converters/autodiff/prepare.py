@@ -13,8 +13,9 @@ import onnx.inliner
 import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
+from google.protobuf.message import DecodeError
 
-from onnx_remat.errors import ConversionError, ModelError, did_you_mean
+from onnx_remat.errors import ConversionError, ModelError, OnnxRematError, did_you_mean
 from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.model_io import without_weights
@@ -53,7 +54,7 @@ def load(source: Source) -> ir.Model:
         The file is invalid, or onnx cannot convert it.
     """
     try:
-        proto = one_name_for_the_standard(source if isinstance(source, onnx.ModelProto) else onnx.load(Path(source)))
+        proto = one_name_for_the_standard(source if isinstance(source, onnx.ModelProto) else _read(Path(source)))
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
         for node in proto.graph.node:
@@ -66,10 +67,8 @@ def load(source: Source) -> ir.Model:
             if standard < _STATES_COORDINATES:
                 _state_coordinates(proto)
         model = ir.from_proto(_expanded(proto))
-    except ConversionError:
+    except OnnxRematError:
         raise
-    except OSError as error:
-        raise ModelError(f"cannot read {source}: {error.strerror}") from error
     except Exception as error:
         raise ConversionError(
             f"the forward model cannot be read or converted to opset {UPGRADED}: {first_line(error)}"
@@ -125,6 +124,15 @@ def _between(node: onnx.NodeProto, before: onnx.NodeProto, op: onnx.NodeProto) -
     op.output.append(f"{y}.made")
     shape = onnx.helper.make_node("Shape", [x], [f"{y}.shape"])
     return [before, op, shape, onnx.helper.make_node("Reshape", [op.output[0], shape.output[0]], [y])]
+
+
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(path)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+    except DecodeError as error:
+        raise ModelError(f"{path} is not an ONNX model, or is truncated") from error
 
 
 _STATES_COORDINATES = 11

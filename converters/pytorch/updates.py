@@ -301,7 +301,7 @@ def updated(
         The step reads values.
     """
     known = owned(optimizer, parameters)
-    copies = {name: values[name].detach().clone() for name in gradients if name in known}
+    copies = {name: _exact(values[name].detach()) for name in gradients if name in known}
     pieces = {name: {slot: _exact(value) for slot, value in state.get(name, {}).items()} for name in copies}
     capturable = {_CAPTURABLE: not isinstance(optimizer, _DIVIDE_BY_RATE)}
     constants = {name: _constants(optimizer.state.get(parameters[name], {})) for name in copies}
@@ -312,9 +312,9 @@ def updated(
             if id(value) in settings:
                 group[key] = settings[id(value)]
     for name, copy in copies.items():
-        copy.grad = gradients[name].detach()
+        copy.grad = _exact(gradients[name].detach())
     before = _kept(other)
-    double = any(copy.dtype == torch.float64 for copy in copies.values())
+    double = any(values[name].dtype == torch.float64 for name in copies)
     stored = [
         (value, state[name][slot].dtype)
         for name, slots in pieces.items()
@@ -337,7 +337,7 @@ def updated(
                     "no tensor before: take one more step in torch, then export"
                 )
     renewed = {name: {slot: other.state[copies[name]][slot] for slot in pieces[name]} for name in copies}
-    return copies, {
+    return {name: copy.to(values[name].dtype) for name, copy in copies.items()}, {
         name: {slot: value.to(state[name][slot].dtype) for slot, value in slots.items()}
         for name, slots in renewed.items()
     }
@@ -349,7 +349,10 @@ def _constants(pieces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy; single numbers, which count steps, are float64, as exact as Python numbers."""
+    """Return a copy; single numbers, which count steps, are float64, as exact as Python numbers.
+
+    So are parameters that are single numbers, which an update combines with state of their shape.
+    """
     return value.double() if not value.dim() and value.is_floating_point() else value.clone()
 
 

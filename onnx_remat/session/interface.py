@@ -32,6 +32,12 @@ def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_dev
         pass
 
 
+def check_mapping(arrays: object, where: str) -> None:
+    """Raise UsageError where there is no mapping of names to arrays, but an array, say."""
+    if not isinstance(arrays, Mapping):
+        raise UsageError(f"{where} is a mapping of the inputs' names to arrays, not {type(arrays).__name__}")
+
+
 def checked(
     formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_device: bool = False
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:

@@ -28,6 +28,7 @@ from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray, device_array
+from onnx_remat.session.interface import check_mapping
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
@@ -230,6 +231,7 @@ class Session:
         ModelError
             onnxruntime failed during the step: some donated inputs may be renewed and others not.
         """
+        check_mapping(feeds, "what is fed")
         with self.lock:
             if self._device is not None:
                 self._check_complete(feeds)

@@ -18,7 +18,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
-from onnx_remat.session.interface import DTYPES, Arrays, check_state
+from onnx_remat.session.interface import DTYPES, Arrays, check_mapping, check_state
 from onnx_remat.session.runners import DeviceRunner, FeedbackRunner, InPlaceRunner
 from onnx_remat.session.session import Session
 
@@ -85,6 +85,7 @@ class Loop:
         copy: bool = True,
         fuse: bool = True,
     ) -> None:
+        check_mapping(state, "the state")
         if hasattr(model, "io_binding"):
             if not copy:
                 raise UsageError("copy=False needs an onnx_remat.Session: pass the model's path")
@@ -118,7 +119,9 @@ class Loop:
             The step failed before its end: some state is renewed and some is not. Continue with `load` or `restore`.
         """
         self._check_whole()
-        self._runner.feed(batch or {})
+        if batch is not None:
+            check_mapping(batch, "a batch")
+        self._runner.feed({} if batch is None else batch)
         self._failed = "interrupted"
         try:
             loss = self._runner.step()

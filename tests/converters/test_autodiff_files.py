@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.optimizers import SGD, Adam, AdamW
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, ModelError
 from onnx_remat.ort import runtime
 
 pytest.importorskip("onnxruntime")
@@ -165,3 +168,16 @@ def test_outputs_to_keep() -> None:
     )  # fmt: skip
     with pytest.raises(ConversionError, match=r"keep: an output of the step is called 'grad.w'"):
         add_backward(other, keep=["grad.w"])
+
+
+def test_a_file_that_is_no_model_is_no_fault_of_the_conversion(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('this is no model')\n" * 9)
+    with pytest.raises(ModelError, match=r"script.py is not an ONNX model, or is truncated"):
+        add_backward(tmp_path / "script.py")
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
+def test_learning_rates_are_finite_numbers_of_at_least_zero(rate: float) -> None:
+    for optimizer in (SGD, Adam, AdamW):
+        with pytest.raises(ConversionError, match="a learning rate is a finite number of at least 0"):
+            optimizer(lr=rate)

@@ -556,3 +556,37 @@ def test_names_of_a_model_and_of_a_steps_other_inputs_and_outputs_are_apart(name
     model, batch = Scaled(), (torch.randn(8, 4), torch.randn(8, 3))
     with pytest.raises(ConversionError, match=f"has {name!r}, and so has .*: rename the parameter"):
         budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 1e-3), batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.NAdam, {}),
+        (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adafactor, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)  # fmt: skip
+def test_a_parameter_may_be_a_single_number(kind, settings):
+    """As CLIP's scale of the logits: its state has the shape of a count of steps."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale.exp()
+
+    torch.manual_seed(0)
+    model = Scaled()
+    other, batch = copy.deepcopy(model), (torch.randn(3, 4), torch.randn(3, 4))
+    step = budgeted(model, torch.nn.functional.mse_loss, kind(model.parameters(), lr=1e-2, **settings), batch)
+    theirs = kind(other.parameters(), lr=1e-2, **settings)
+    for _ in range(3):
+        step(batch)
+        theirs.zero_grad()
+        torch.nn.functional.mse_loss(other(batch[0]), batch[1]).backward()
+        theirs.step()
+    torch.testing.assert_close(model.scale, other.scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.inner.weight, other.inner.weight, rtol=1e-4, atol=1e-6)

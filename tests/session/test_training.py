@@ -387,3 +387,14 @@ def test_a_default_is_no_first_value_of_what_steps_renew(by, left):
     assert sorted(initial_state(plain_session(model), {})) == ["w", "x"]
     loop = Loop(opened, state | {"w": np.ones(64, np.float32)}, rate=1)
     assert [loop.step(), loop.step()] == [64, -64 if left == "new" else 128]
+
+
+def test_what_is_no_mapping_of_arrays_is_refused_as_that():
+    model = mlp(layers=1, batch=8, width=16)
+    loop = Loop(model, feeds_for(model))
+    with pytest.raises(UsageError, match="a batch is a mapping of the inputs' names to arrays, not ndarray"):
+        loop.step(np.ones((8, 16), np.float32))
+    with pytest.raises(UsageError, match=r"the state is a mapping .*, not NoneType"):
+        Loop(model, None)
+    with Session(model) as session, pytest.raises(UsageError, match=r"what is fed is a mapping .*, not list"):
+        session.run([1])
