@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -116,9 +117,10 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
     mode, fakes = _fakes(inputs, dynamic)
     lift = Lift()
     try:
-        with traceback.preserve_node_meta(), eager_kernels():
-            graph = capture(flat, fakes, opset, lift)
-        again = _check_repeated(step, inputs)
+        with _finalized_later():
+            with traceback.preserve_node_meta(), eager_kernels():
+                graph = capture(flat, fakes, opset, lift)
+            again = _check_repeated(step, inputs)
     except ConversionError:
         raise
     except Exception as error:
@@ -141,6 +143,18 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
         place = len(inputs) - len(step.batch.names)
         make_inputs(graph, {name: one.alias for name, one in named.items()}, place)
     return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named, others)
+
+
+@contextmanager
+def _finalized_later() -> Iterator[None]:
+    """Collect no garbage within the block: finalizers may run torch's operators, which would be part of the step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _fakes(

@@ -600,3 +600,30 @@ def test_what_rounding_decides_torch_decides_alike():
         gradients([])
     with pytest.raises(ConversionError, match="less often than the step"):
         gradients([read, read])
+
+
+class Late:
+    """An object in a cycle, whose finalizer computes."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        torch.zeros(2).add_(1)
+
+
+class Busy(nn.Module):
+    """Leaves such objects, and allocates enough for Python to collect them now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        Late()
+        kept = [[] for _ in range(613)]
+        return self.inner(x) * (len(kept) / 613)
+
+
+def test_finalizers_of_other_objects_are_no_part_of_a_step():
+    assert export_training_step(Busy(), (torch.randn(3, 4), torch.randn(3, 4)), F.mse_loss)
