@@ -203,7 +203,7 @@ class OfTensorsNumbers(OfNumpy):
         self.numbers = self.tensor.numpy()
 
 
-@pytest.mark.parametrize("kind", [OfRow, OfNumbers, OfTensorsNumbers])
+@pytest.mark.parametrize("kind", few([OfRow, OfNumbers, OfTensorsNumbers], [OfNumbers]))
 def test_memory_that_another_takes_the_place_of(kind):
     """The first was read in every step."""
     model, batch, loss = network(), example(), kind()
