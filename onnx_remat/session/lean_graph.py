@@ -170,11 +170,9 @@ def without_sizes(
         if exact and not step.captured and kept.isdisjoint(step.writes):
             node = onnx.helper.make_node("Identity", step.reads, step.writes) if copied else step.node
             shape_arithmetic.compute(node, shape_of, data, opsets)
-            for name in step.writes:  # onnx's evaluator takes some axes and ends in other ways
-                if name in data and (tensors[name].dtype, tensors[name].shape) != (
-                    data[name].data_type,
-                    tuple(data[name].dims),
-                ):
+            for name in set(step.writes) & data.keys():  # onnx's evaluator takes some axes and ends in other ways
+                found = data[name]
+                if (found.data_type, tuple(found.dims)) != (tensors[name].dtype, tensors[name].shape):
                     del data[name]
         if not any(name in data for name in step.writes):
             left.append(step)

@@ -161,33 +161,41 @@ def pin_slot(
     return max(slots, key=merit, default=None)
 
 
-def waiting_slots(graph: Graph, op: Op, slot: int) -> tuple[int, ...]:
+def waiting_slots(graph: Graph, tensors: Mapping[str, Tensor], op: Op, slot: int) -> tuple[int, ...]:
     """Return the input slots that a control edge through `slot` uses: also the mode of a Dropout that must not go."""
-    return (slot, _MODE) if _ahead_of_kept(graph, op) is not None else (slot,)
+    return (slot, _MODE) if _ahead_of_kept(graph, tensors, op) is not None else (slot,)
 
 
-def never_waiting(graph: Graph) -> frozenset[int]:
+def never_waiting(graph: Graph, tensors: Mapping[str, Tensor]) -> frozenset[int]:
     """Return the ops through which no control edge may pass: those between a graph input and a Dropout that must not
     go."""
-    return frozenset(index for op in graph.ops for index in _ahead_of_kept(graph, op) or ())
+    return frozenset(index for op in graph.ops for index in _ahead_of_kept(graph, tensors, op) or ())
 
 
-def _ahead_of_kept(graph: Graph, op: Op) -> list[int] | None:
+def _ahead_of_kept(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> list[int] | None:
     """Return the ops between a graph input and a Dropout that ONNX Runtime keeps for its place; None for other ops.
 
     It eliminates a Dropout, even in training, if its mask has no reader and of its inputs exactly one, be it the ratio,
     is made by a node. One that reads a graph input stays, and draws; so does one behind nodes that go before it.
     """
-    trains = (op.node.domain, op.node.op_type) == ("", "Dropout") and len(op.inputs) > _MODE and op.inputs[_MODE]
-    if not trains:
+    if op.node.op_type != "Dropout" or not _trains(op):
         return None
     name, found = op.inputs[0], list[int]()
-    while (maker := graph.makers.get(name)) is not None:
-        if graph.ops[maker].node.op_type not in ("Identity", "Cast", "Dropout"):
-            break
+    while (maker := graph.makers.get(name)) is not None and _is_eliminated(tensors, graph.ops[maker]):
         found.append(maker)
         name = graph.ops[maker].inputs[0]
     return found if graph.values[name].kind != NODE else None
+
+
+def _trains(dropout: Op) -> bool:
+    return len(dropout.inputs) > _MODE and bool(dropout.inputs[_MODE])
+
+
+def _is_eliminated(tensors: Mapping[str, Tensor], op: Op) -> bool:
+    """Whether ONNX Runtime takes out an op that changes nothing."""
+    if op.node.op_type == "Cast":
+        return tensors[op.inputs[0]].dtype == tensors[op.outputs[0]].dtype
+    return op.node.op_type == "Identity" or (op.node.op_type == "Dropout" and not _trains(op))
 
 
 _MODE = 2  # input slot of a Dropout: whether it trains

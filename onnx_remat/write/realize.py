@@ -70,7 +70,7 @@ def realize(
     views = problem.alias_slot[problem.out_ptr[:-1]] >= 0 if problem.n_ops else np.zeros(0, np.bool_)
     views_made = {name for op in graph.ops if views[op.index] for name in op.writes}
     on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
-    unpinned = never_waiting(graph)
+    unpinned = never_waiting(graph, tensors)
     slots = [
         None if is_move(op) or op.index in unpinned else pin_slot(graph, tensors, op, fused, direct, on_host[op.index])
         for op in graph.ops

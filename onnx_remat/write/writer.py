@@ -210,7 +210,7 @@ class _Writer:
             inputs[slot] = self._copy(inputs[slot])
         if here.trigger or here.hide:
             assert here.slot is not None, op.label
-            for slot in waiting_slots(self.graph, op, here.slot):
+            for slot in waiting_slots(self.graph, self.tensors, op, here.slot):
                 is_shape = slot in semantics(op.node.domain, op.node.op_type).shapes
                 inputs[slot] = self._delayed(inputs[slot], op.inputs[slot], here.trigger, here.hide, is_shape)
         if draw is None:
