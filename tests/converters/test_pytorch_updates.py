@@ -29,6 +29,14 @@ from tests.support.slow import few
 mse = nn.functional.mse_loss
 
 
+def both_step(step, theirs, other, batch):
+    """A step within a budget, and torch's own of another model."""
+    step(batch)
+    theirs.zero_grad()
+    mse(other(batch[0]), batch[1]).backward()
+    theirs.step()
+
+
 @pytest.mark.parametrize("name", few(CASES, ["SGD", "AdamW", "AdamW, accumulate"]))
 def test_follows_torch_for_twenty_steps(name):
     """State in place, but for weights that are read again, to average them."""
@@ -441,10 +449,7 @@ def test_settings_that_update_all_parameters_at_once_change_nothing(kind, warm):
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step = budgeted(model, mse, optimizer, batch)
     for _ in range(3):
-        step(batch)
-        theirs.zero_grad()
-        mse(other(batch[0]), batch[1]).backward()
-        theirs.step()
+        both_step(step, theirs, other, batch)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
@@ -460,10 +465,7 @@ def test_a_checkpoint_of_an_update_that_is_computed_in_another_way_is_gone_on_fr
     theirs.param_groups[0].update(fused=True, foreach=False)
     mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
     for _ in range(2):
-        step(batch)
-        theirs.zero_grad()
-        mse(other(batch[0]), batch[1]).backward()
-        theirs.step()
+        both_step(step, theirs, other, batch)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
@@ -476,10 +478,7 @@ def test_an_optimizer_that_computes_its_own_rate():
     theirs = adafactor(other.parameters())
     step = budgeted(model, mse, adafactor(model.parameters()), batch)
     for _ in range(3):
-        step(batch)
-        theirs.zero_grad()
-        mse(other(batch[0]), batch[1]).backward()
-        theirs.step()
+        both_step(step, theirs, other, batch)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
@@ -510,10 +509,7 @@ def test_embeddings_with_sparse_gradients(kind):
     step = budgeted(model, mse, SPARSE[kind](model.parameters()), batch)
     for turn in range(3):
         given = (batch[0] + turn % 2, batch[1])
-        step(given)
-        theirs.zero_grad()
-        mse(other(given[0]), given[1]).backward()
-        theirs.step()
+        both_step(step, theirs, other, given)
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
@@ -581,12 +577,9 @@ def test_a_parameter_may_be_a_single_number(kind, settings):
     torch.manual_seed(0)
     model = Scaled()
     other, batch = copy.deepcopy(model), (torch.randn(3, 4), torch.randn(3, 4))
-    step = budgeted(model, torch.nn.functional.mse_loss, kind(model.parameters(), lr=1e-2, **settings), batch)
+    step = budgeted(model, mse, kind(model.parameters(), lr=1e-2, **settings), batch)
     theirs = kind(other.parameters(), lr=1e-2, **settings)
     for _ in range(3):
-        step(batch)
-        theirs.zero_grad()
-        torch.nn.functional.mse_loss(other(batch[0]), batch[1]).backward()
-        theirs.step()
+        both_step(step, theirs, other, batch)
     torch.testing.assert_close(model.scale, other.scale, rtol=1e-5, atol=0)
     torch.testing.assert_close(model.inner.weight, other.inner.weight, rtol=1e-4, atol=1e-6)
