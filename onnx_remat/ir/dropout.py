@@ -27,12 +27,12 @@ _SCALED_ALIKE = (TensorProto.FLOAT, TensorProto.DOUBLE)  # in half precision the
 
 def is_draw(op: Op) -> bool:
     """Whether an op is the draw of a split Dropout."""
-    return (op.node.domain, op.node.op_type) == (SPLIT, DRAW)
+    return op.kind == (SPLIT, DRAW)
 
 
 def is_product(op: Op) -> bool:
     """Whether an op is the product of a split Dropout."""
-    return (op.node.domain, op.node.op_type) == (SPLIT, PRODUCT)
+    return op.kind == (SPLIT, PRODUCT)
 
 
 def training_mode(node: onnx.NodeProto, stated: Mapping[str, onnx.TensorProto]) -> bool | None:

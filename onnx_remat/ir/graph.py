@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property, partial, wraps
+from sys import intern
 from typing import ParamSpec, TypeVar
 
 import networkx as nx
@@ -35,9 +36,24 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One node. `index` counts executable nodes in file order; `captured` are the outer values that its bodies read.
+    """One node.
 
-    `expanded`: the node is not in the file but was made by `expand`; ONNX Runtime numbers it after those in the file.
+    Attributes
+    ----------
+    index : int
+        Counts executable nodes in file order.
+    captured : tuple of str
+        The outer values that its bodies read.
+    expanded : bool
+        The node is not in the file but was made by `expand`; ONNX Runtime numbers it after those in the file.
+    kind : (str, str)
+        Its operator: canonical domain and op type.
+    has_body : bool
+        Whether it is an If, a Loop, a Scan or similar.
+    reads : tuple of str
+        Every value it depends on, by slot, captures of bodies last, without absent inputs.
+    writes : tuple of str
+        Every value it makes, by slot, without absent outputs.
     """
 
     index: int
@@ -46,21 +62,27 @@ class Op:
     captured: tuple[str, ...]
     outputs: tuple[str, ...]
     expanded: bool = False
+    kind: tuple[str, str] = field(init=False, repr=False, compare=False)
+    has_body: bool = field(init=False, repr=False, compare=False)
+    reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    writes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        derive = partial(object.__setattr__, self)
+        derive("kind", _kind(self.node.domain, self.node.op_type))
+        derive("has_body", any(True for _ in bodies(self.node)))
+        derive("reads", _present(self.inputs + self.captured))
+        derive("writes", _present(self.outputs))
 
     @property
     def label(self) -> str:
         """Name for messages."""
         return self.node.name or f"{self.node.op_type}->{next(filter(None, self.outputs), '?')}"
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Every value it depends on, by slot, captures of bodies last, without absent inputs."""
-        return _present(self.inputs + self.captured)
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Every value it makes, by slot, without absent outputs."""
-        return _present(self.outputs)
+@cache
+def _kind(domain: str, op_type: str) -> tuple[str, str]:
+    return canonical(domain), op_type
 
 
 def _present(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -178,15 +200,17 @@ def build(model: onnx.ModelProto, replaced: Ops = ()) -> Graph:
     ops: list[Op] = []
     for node in proto.node:
         where = f"node {node.name or node.op_type!r}"
-        if any(isinstance(text, bytes) for text in (node.name, node.op_type, node.domain, *node.input, *node.output)):
+        reads, makes = tuple(node.input), tuple(node.output)
+        if bytes in map(type, (node.name, node.op_type, node.domain, *reads, *makes)):
             raise ModelError(f"node {len(ops)} has a name that is not UTF-8")  # protobuf then hands out bytes
-        if not any(node.output):
+        if not any(makes):
             raise ModelError(f"{where} makes nothing: it has no outputs")
         if is_constant(node):
-            define(node.output[0], INITIALIZER, where)
+            define(makes[0], INITIALIZER, where)
             continue
         _check_op(node, where, versions)
-        op = Op(len(ops), node, tuple(node.input), captures(node), tuple(node.output), node.output[0] in expanded)
+        reads, makes = tuple(map(intern, reads)), tuple(map(intern, makes))  # one string for all mentions of a name
+        op = Op(len(ops), node, reads, captures(node), makes, makes[0] in expanded)
         for name in op.reads:
             if name not in values:
                 raise ModelError(f"{where} reads {name!r}, which {_why_missing(name, proto)}")

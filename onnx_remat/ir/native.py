@@ -42,29 +42,34 @@ def infer_types(model: onnx.ModelProto, data_prop: bool = True, strict: bool = F
     ModelError
         The model contradicts itself, or costs more than the limit.
     """
+    return infer_fully(model, data_prop, strict)[0]
+
+
+def infer_fully(model: onnx.ModelProto, data_prop: bool = True, strict: bool = False) -> tuple[Types, bool]:
+    """Return what `infer_types` does, and whether it took the propagation of small values, which no runtime does."""
     data = model.SerializeToString(deterministic=True)
     key = hashlib.sha256(data).digest(), data_prop, strict
     with _asking:
-        made = _inferred.pop(key, b"")
+        took, made = _inferred.pop(key, (False, b""))
         if not made:
-            _, made = worker.ask(
+            took, made = worker.ask(
                 _ONNX, "onnx_remat.ir.native:do_infer", limit(len(model.graph.node), len(data)), data,
                 data_prop=data_prop, strict=strict,
             )  # fmt: skip
-        _inferred[key] = made
-        while sum(map(len, _inferred.values())) > _REMEMBERED_BYTES:
+        _inferred[key] = took, made
+        while sum(len(made) for _, made in _inferred.values()) > _REMEMBERED_BYTES:
             del _inferred[next(iter(_inferred))]
-    return stated(onnx.GraphProto.FromString(made))
+    return stated(onnx.GraphProto.FromString(made)), took
 
 
 _REMEMBERED_BYTES = 1 << 24
-_inferred: dict[tuple[bytes, bool, bool], bytes] = {}
-"""Cache of the latest results of `infer_types`: each optimisation level needs the types of the same file."""
+_inferred: dict[tuple[bytes, bool, bool], tuple[bool, bytes]] = {}
+"""Cache of the latest results of `infer_fully`: each optimisation level needs the types of the same file."""
 _asking = threading.Lock()
 
 
-def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
-    """Infer for `infer_types`.
+def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[bool, bytes]:
+    """Infer for `infer_fully`.
 
     If inference without data propagation finds all shapes, data adds nothing. Otherwise infer again with data, but
     without ops on long vectors: a shape has few dimensions, and ONNX makes an entry for every element.
@@ -74,7 +79,8 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
         inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=False).graph
         types = stated(inferred)
         names = [name for node in model.graph.node for name in node.output if name]
-        if data_prop and any(concrete(types.get(name)) is None for name in names):
+        took = data_prop and any(concrete(types.get(name)) is None for name in names)
+        if took:
             _leave_out_long_vectors(model.graph, types)
             try:
                 again = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=True).graph
@@ -85,7 +91,7 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[None, bytes]:
         raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
     made = onnx.GraphProto()
     made.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
-    return None, made.SerializeToString()
+    return took, made.SerializeToString()
 
 
 _LONG = 1024  # elements above which a vector is not a shape

@@ -14,7 +14,7 @@ from onnx import TensorProto, TypeProto
 from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
 from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
-from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.graph import Graph, captures, is_constant
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
@@ -80,7 +80,11 @@ types of some values."""
 
 
 def infer(
-    graph: Graph, dims: Mapping[str, int] | None = None, derived: bool = False, askers: Sequence[Asker] = ()
+    graph: Graph,
+    dims: Mapping[str, int] | None = None,
+    derived: bool = False,
+    askers: Sequence[Asker] = (),
+    checked: Types | None = None,
 ) -> dict[str, Tensor]:
     """Infer types, shapes and bytes of every value of a graph.
 
@@ -94,9 +98,12 @@ def infer(
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions.
     derived : bool
-        `dims` comes from `all_dims` and may name dimensions that this graph does not have.
+        The graph was made of a checked one, by ONNX Runtime or by our writer: shapes that it states are believed, and
+        `dims`, from `all_dims`, may name dimensions that it does not have.
     askers : sequence of Asker
         Other sources of shapes: ONNX Runtime, see `ort.shape_askers.SHAPE_ASKERS`.
+    checked : Types, optional
+        What `check_declared` returned for the graph's model.
 
     Raises
     ------
@@ -108,23 +115,19 @@ def infer(
         The model contradicts itself.
     """
     dims = dict(dims or {})
+    _check_inputs(graph.model)
+    check_dims(graph.model, dims, derived)
+    left_open = _left_open(graph.model, dims)
+    if checked and not left_open and all(_shape(checked.get(name)) is not None for name in graph.values):
+        return _tensors(graph, checked, checked, {})
+    if derived and (parted := _apart(graph.model)):
+        as_stated, rest = parted
+        types, as_written, _ = _infer(rest, dims, left_open)
+        types, as_written = {**as_stated, **types}, {**as_stated, **as_written}
+        if all(_shape(types.get(name)) is not None for name in graph.values):
+            return _tensors(graph, types, as_written, {})
     light = without_weights(graph.model)
-    _check_inputs(light)
-    check_dims(light, dims, derived)
-    written = with_stand_ins(light, as_runtime=True)
-    as_written = native.infer_types(written, data_prop=False)  # the runtime propagates no computed shapes either
-    light = with_stand_ins(light)
-    bound = onnx.ModelProto()
-    bound.CopyFrom(light)
-    _bind(bound, dims)
-    _see_through(bound)
-    complete = bound == written and all(_shape(as_written.get(name)) is not None for name in graph.values)
-    types = dict(as_written) if complete else native.infer_types(bound)
-    left_open = _left_open(bound, dims)
-    if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
-        bound = _with_types(bound, unknown_yet)
-        types = native.infer_types(bound)
-    _check_left_open(left_open, types)
+    types, as_written, bound = _infer(light, dims, left_open)
     if loops := _loop_types(bound):
         bound = _with_types(bound, {k: v for k, v in loops.items() if _shape(types.get(k)) is None})
         types = native.infer_types(bound)
@@ -139,6 +142,62 @@ def infer(
     if missing:
         native.infer_types(bound, strict=True)  # raises if the model is contradictory
         raise ShapeError(_cannot_size(graph, missing, types, derived))
+    return _tensors(graph, types, as_written, container_bytes)
+
+
+def _infer(
+    light: onnx.ModelProto, dims: Mapping[str, int], left_open: Types
+) -> tuple[dict[str, TypeProto], Types, onnx.ModelProto]:
+    """Return the types by ONNX's inference with sizes bound, those of the file as it is, and the model with them bound.
+
+    Raises
+    ------
+    ModelError
+        The model contradicts itself.
+    """
+    written = with_stand_ins(light, as_runtime=True)
+    as_written = native.infer_types(written, data_prop=False)  # the runtime propagates no computed shapes either
+    bound = onnx.ModelProto()
+    bound.CopyFrom(with_stand_ins(light))
+    _bind(bound, dims)
+    _see_through(bound)
+    made = [name for node in light.graph.node for name in node.output if name]
+    complete = bound == written and all(_shape(as_written.get(name)) is not None for name in made)
+    types = dict(as_written) if complete else native.infer_types(bound)
+    if unknown_yet := {k: v for k, v in left_open.items() if _shape(types.get(k)) is None}:
+        bound = _with_types(bound, unknown_yet)
+        types = native.infer_types(bound)
+    _check_left_open(left_open, types)
+    return types, as_written, bound
+
+
+def _apart(model: onnx.ModelProto) -> tuple[dict[str, TypeProto], onnx.ModelProto] | None:
+    """Return the types of the values whose shapes a model states, and the part of it that makes the others.
+
+    What this part reads of the rest is an input of it. None are returned if shapes stated in the model are not those
+    that inference works with (`with_stand_ins`), or if that spares less than half of the nodes.
+    """
+    if with_stand_ins(model) is not model:
+        return None
+    as_stated = {name: kind for name, kind in native.stated(model.graph).items() if _shape(kind) is not None}
+    nodes = [
+        node for node in model.graph.node
+        if is_constant(node) or any(name and name not in as_stated for name in node.output)
+    ]  # fmt: skip
+    if 2 * len(nodes) > len(model.graph.node):
+        return None
+    rest = without_weights(model, nodes)
+    given = {value.name for value in (*rest.graph.input, *rest.graph.initializer)}
+    given.update(name for node in nodes for name in node.output)
+    read = dict.fromkeys(name for node in nodes for name in (*node.input, *captures(node)))
+    rest.graph.input.extend(
+        onnx.ValueInfoProto(name=name, type=as_stated[name]) for name in read if name in as_stated and name not in given
+    )
+    return as_stated, rest
+
+
+def _tensors(graph: Graph, types: Types, as_written: Types, container_bytes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return a `Tensor` per value, equal ones shared, from the types with dimensions bound and those of the file."""
     alike: dict[tuple[bytes, bytes | None], Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name in graph.values:
@@ -247,8 +306,10 @@ def _check_inputs(model: onnx.ModelProto) -> None:
             raise ModelError(f"graph input {value.name!r} has a negative dimension: give unknown ones a name instead")
 
 
-def check_declared(model: onnx.ModelProto) -> None:
-    """Check the types that a model states for its values against those inferred from its inputs.
+def check_declared(model: onnx.ModelProto) -> Types:
+    """Check the types that a model states for its values against those inferred from its inputs, and return the latter.
+
+    None are returned if some take the propagation of small values, which the runtime does not do.
 
     Raises
     ------
@@ -261,9 +322,9 @@ def check_declared(model: onnx.ModelProto) -> None:
         if output.type.HasField("tensor_type"):
             output.type.tensor_type.ClearField("shape")
     try:
-        made = native.infer_types(bare)
+        made, propagated = native.infer_fully(bare)
     except ModelError:
-        return  # with custom ops, inference needs the stated types
+        return {}  # with custom ops, inference needs the stated types
     made |= {value.name: value.type for value in model.graph.input}  # an output may be an input, too
     for value in (*model.graph.value_info, *model.graph.output):
         kind, other = value.type, made.get(value.name)
@@ -278,6 +339,7 @@ def check_declared(model: onnx.ModelProto) -> None:
             raise ModelError(
                 f"the model states {_text(kind)} for value {value.name!r}, but by shape inference it is {_text(other)}"
             )
+    return {} if propagated else made
 
 
 def _text(kind: TypeProto) -> str:

@@ -13,7 +13,7 @@ from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import shape_arithmetic
-from onnx_remat.ir.body import bodies, bytes_in_bodies
+from onnx_remat.ir.body import bytes_in_bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
@@ -26,7 +26,7 @@ from onnx_remat.ir.training_ops import is_pure_contrib
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem
 from onnx_remat.messages import Setting
-from onnx_remat.ort.kernels.base import Call, Kernels, itemsize, key
+from onnx_remat.ort.kernels.base import Call, Kernels, itemsize
 from onnx_remat.ort.known_bugs import pads_to_share
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
@@ -76,7 +76,7 @@ def tabulate(graph: Graph, tensors: Mapping[str, Tensor], kernels: Kernels, allo
         rerun_workspace=tuple(tensors[op.writes[0]].nbytes if is_product(op) else 0 for op in graph.ops),
         workspace=tuple(
             (_body_workspace(op, graph.model, tensors, known, kernels),)
-            if any(True for _ in bodies(op.node))
+            if op.has_body
             else _workspace(op, tensors, kernels, versions, stated)
             for op in graph.ops
         ),
@@ -155,10 +155,9 @@ def _recomputable(
     node = op.node
     if allow and f"{node.domain}::{node.op_type}" in allow:
         return True
-    says = semantics(node.domain, node.op_type)
-    random = is_random_node(node, versions.get(canonical(node.domain), 0), stated)
-    has_body = any(True for _ in bodies(node))
-    ours = node.domain in (*STANDARD_DOMAINS, SPLIT) or is_pure_contrib(node.domain, node.op_type)
+    says = semantics(*op.kind)
+    random = says.random and is_random_node(node, versions.get(op.kind[0], 0), stated)
+    ours = op.kind[0] in (STANDARD, SPLIT) or is_pure_contrib(*op.kind)
     # A recompute overwrites copies, so no op may read what it writes there.
     wanted = any(
         (graph.values[name].is_output and slot in says.overwrites) or graph.readers[name]
@@ -166,7 +165,7 @@ def _recomputable(
         for name in op.outputs[out : out + 1]
         if slot in overwritten(node) and name
     )
-    return says.known and not (says.stateful or random or has_body or wanted) and ours
+    return says.known and not (says.stateful or random or op.has_body or wanted) and ours
 
 
 def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
@@ -174,11 +173,11 @@ def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
     result = []
     for op in graph.ops:
-        fixed_shape = key(op.node) == (STANDARD, "Shape") and not any(
+        fixed_shape = op.kind == (STANDARD, "Shape") and not any(
             isinstance(d, str | None) for d in tensors[op.inputs[0]].symbolic or (None,)
         )
         folds = (fixed_shape or all(name in constant for name in op.reads)) and not (
-            semantics(op.node.domain, op.node.op_type).random or any(True for _ in bodies(op.node))
+            semantics(*op.kind).random or op.has_body
         )
         if folds:
             constant.update(op.writes)
@@ -194,8 +193,7 @@ def _workspace(
     versions: Mapping[str, int],
     stated: Mapping[str, onnx.TensorProto],
 ) -> tuple[int, ...]:
-    kind = key(op.node)
-    if kind not in kernels.workspace:
+    if op.kind not in kernels.workspace:
         return ()
     inputs = [tensors.get(name) for name in op.inputs]
     outputs = [tensors.get(name) for name in op.outputs]
@@ -203,9 +201,9 @@ def _workspace(
         attributes(op.node),
         [t.shape if t else None for t in inputs], [itemsize(t.dtype) if t else 0 for t in inputs],
         [t.shape if t else None for t in outputs], [itemsize(t.dtype) if t else 0 for t in outputs],
-        kernels.threads, versions.get(kind[0], 0), _axes(op, stated),
+        kernels.threads, versions.get(op.kind[0], 0), _axes(op, stated),
     )  # fmt: skip
-    return kernels.blocks(kind, call)
+    return kernels.blocks(op.kind, call)
 
 
 def _axes(op: Op, stated: Mapping[str, onnx.TensorProto]) -> tuple[int, ...] | None:
@@ -302,6 +300,11 @@ def _sharing(
     droppable: list[bool] = []
     for op in graph.ops:
         node = op.node
+        if len(op.outputs) == 1 and op.kind not in kernels.alias and op.kind not in kernels.inplace:  # most ops
+            alias.append(-1)
+            inplace.append([])
+            droppable.append(False)
+            continue
         dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
         aliases, inplaces = kernels.aliases(node), kernels.may_inplace(node, dtype)
         position = {slot: i for i, slot in enumerate(s for s, name in enumerate(op.inputs) if name)}

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from onnx import helper
 
-from onnx_remat.ir.body import bodies
 from onnx_remat.ir.graph import NODE, Graph, Op, Value
 from onnx_remat.ir.op_semantics import MOVE, SPLIT
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
@@ -241,7 +240,7 @@ def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
             and problem.alias_slot[problem.out_ptr[op.index]] < 0
             and not compiled.table.foldable[op.index]
             and tensors[name].nbytes >= least
-            and not any(True for _ in bodies(op.node))
+            and not op.has_body
         ):
             found.append(name)
     return found

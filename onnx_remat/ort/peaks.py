@@ -10,7 +10,6 @@ from onnx_remat.ir.graph import INPUT
 from onnx_remat.ir.naming import renewals
 from onnx_remat.memory import arena, buffers
 from onnx_remat.ort.executed import Executed
-from onnx_remat.ort.kernels.base import key
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def describe(executed: Executed, timeline: buffers.Timeline) -> Peak:
 def requests(executed: Executed, timeline: buffers.Timeline) -> arena.Requests:
     """Return the allocator calls of a step to ONNX Runtime's arena."""
     compiled = executed.compiled
-    kinds = [key(op.node) for op in compiled.graph.ops]
+    kinds = [op.kind for op in compiled.graph.ops]
     scratch = [
         () if kind in compiled.kernels.by_malloc else blocks
         for kind, blocks in zip(kinds, compiled.table.workspace, strict=True)
@@ -127,5 +126,5 @@ def _outside(executed: Executed) -> int:
     """Return the bytes outside the arena: inputs, weights, and the largest workspace taken with malloc."""
     compiled = executed.compiled
     ops, scratch, kernels = compiled.graph.ops, compiled.table.workspace, compiled.kernels
-    taken = (sum(blocks) for op, blocks in zip(ops, scratch, strict=True) if key(op.node) in kernels.by_malloc)
+    taken = (sum(blocks) for op, blocks in zip(ops, scratch, strict=True) if op.kind in kernels.by_malloc)
     return compiled.problem.base_bytes + max(taken, default=0)

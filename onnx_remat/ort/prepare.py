@@ -95,10 +95,10 @@ def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
         The model is not usable; ShapeError if a value has no known size.
     """
     ir = graph.build(model, stated.kernels.no_kernel)
-    shapes.check_declared(ir.model)
+    checked = shapes.check_declared(ir.model)
     _check_overwritten(ir)
     _check_allowed(ir, stated.allow_recompute)
-    tensors = shapes.infer(ir, stated.dims, askers=SHAPE_ASKERS)
+    tensors = shapes.infer(ir, stated.dims, askers=SHAPE_ASKERS, checked=checked)
     ir = dropout.split(ir, tensors)
     kernels = stated.kernels
     table = _keeping(ir, tabulate(ir, tensors, kernels, stated.allow_recompute), stated.keep)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from onnx_remat.ir.graph import Op
 from onnx_remat.memory.arena import MAX_DEAD, UNIT
-from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.prepare import Compiled
 
 _STEPS = 3
@@ -37,7 +36,7 @@ class _Chunk:
 def workspace(compiled: Compiled, ops: Iterable[Op]) -> int:
     """Return `reserved` for the workspace of `ops`, in the order they run, as their kernels' facts state it."""
     table, off = compiled.table.workspace, compiled.kernels.off_stream
-    return reserved([Requests(table[op.index], key(op.node) in off) for op in ops])
+    return reserved([Requests(table[op.index], op.kind in off) for op in ops])
 
 
 def reserved(requests: Sequence[Requests]) -> int:

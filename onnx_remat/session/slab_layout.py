@@ -179,7 +179,6 @@ def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
     Kernels that call ``malloc`` take scratch memory outside the pool. A step whose nodes have bodies has no pool:
     values of the bodies would fragment it. On a device the session's own arena contains all scratch memory.
     """
-    from onnx_remat.ort.kernels.base import key
     from onnx_remat.session import device_scratch, scratch
 
     if compiled.kernels.device != "cpu":
@@ -187,7 +186,7 @@ def workspace(compiled: Compiled, ops: Sequence[Op]) -> tuple[int, int]:
     requested = malloced = 0
     for op in ops:
         blocks = compiled.table.workspace[op.index]
-        if key(op.node) in compiled.kernels.by_malloc:
+        if op.kind in compiled.kernels.by_malloc:
             malloced = max(malloced, sum(blocks))
         else:
             requested = max(requested, sum(-(-block // scratch.UNIT) * scratch.UNIT for block in blocks))

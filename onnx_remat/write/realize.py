@@ -12,7 +12,6 @@ from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import STANDARD
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule
-from onnx_remat.ort.kernels.base import key
 from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
@@ -176,12 +175,12 @@ def _is_absorbed(compiled: Compiled, op: Op) -> bool:
 
     No helper is inserted between them, and it triggers no control edge: it would become a separate copy again.
     """
-    if key(op.node) != (STANDARD, "Transpose"):
+    if op.kind != (STANDARD, "Transpose"):
         return False
     perm = list(attributes(op.node).get("perm", ()))  # type: ignore[call-overload]
     last = len(perm) - 1
     if last < 1 or perm != [*range(last - 1), last, last - 1]:
         return False
     graph = compiled.graph
-    readers = [key(graph.ops[i].node) for i in graph.readers[op.outputs[0]]]
+    readers = [graph.ops[i].kind for i in graph.readers[op.outputs[0]]]
     return bool(readers) and all(reader in compiled.kernels.absorbs_transpose for reader in readers)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -65,19 +65,25 @@ def rewrite(
     ModelError
         The model's opset is too old for control edges.
     """
-    writer = _Writer(graph, tensors, decisions)
-    writer.write()
     model = onnx.ModelProto()
     model.CopyFrom(graph.model)
     del model.graph.node[:]
     del model.graph.value_info[:]
-    model.graph.node.extend(node for node in graph.model.graph.node if is_constant(node))
+    writer = _Writer(graph, tensors, decisions, model.graph.node)
+    writer.write()
+    constants = [node for node in graph.model.graph.node if is_constant(node)]
     if model.ir_version < _MAY_OMIT_INPUTS:
-        model.graph.node.extend(helper.make_node("Constant", [], [v.name], value=v) for v in writer.initializers)
+        constants += [helper.make_node("Constant", [], [v.name], value=v) for v in writer.initializers]
     else:
         model.graph.initializer.extend(writer.initializers)
-    model.graph.node.extend(writer.nodes)
-    model.graph.value_info.extend(writer.value_info.values())
+    n_helpers = len(writer.nodes) - graph.n_nodes()
+    if constants:
+        nodes = list(model.graph.node)
+        del model.graph.node[:]
+        model.graph.node.extend(constants + nodes)
+    given = {v.name: v for v in graph.model.graph.value_info if v.name not in graph.makers}
+    for name, kind in writer.types.items():
+        model.graph.value_info.append(given.get(name) or onnx.ValueInfoProto(name=name, type=kind))
     plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
     plan |= {MOVES_KEY: writer.back} if writer.back else {}
     _set_metadata(
@@ -85,7 +91,7 @@ def rewrite(
     )
     return Rewritten(
         model, tuple(writer.recomputed), len(writer.edges), int((decisions.group >= 0).sum()),
-        len(writer.nodes) - graph.n_nodes(), tuple(writer.occurrences), moved=tuple(writer.moved),
+        n_helpers, tuple(writer.occurrences), moved=tuple(writer.moved),
     )  # fmt: skip
 
 
@@ -130,14 +136,16 @@ class _Occurrence:
 
 
 class _Writer:
-    """Converts steps to nodes; records the name of each value's latest occurrence."""
+    """Converts steps to nodes, which it appends to `nodes`; records the name of each value's latest occurrence."""
 
-    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions) -> None:
+    def __init__(
+        self, graph: Graph, tensors: Mapping[str, Tensor], decisions: Decisions, nodes: MutableSequence[onnx.NodeProto]
+    ) -> None:
         self.graph = graph
         self.tensors = tensors
         self._decisions = decisions
         self._views = set(decisions.views)
-        self.nodes: list[onnx.NodeProto] = []
+        self.nodes = nodes
         self.initializers: list[onnx.TensorProto] = []
         self.recomputed: list[str] = []
         self.clones: list[str] = []
@@ -147,7 +155,8 @@ class _Writer:
         self.occurrences: list[str] = []
         self._down: list[tuple[int, onnx.NodeProto]] = []  # copies to the host, and the node index to insert them at
         self._made_at: dict[str, int] = {}  # number of nodes once a value is made
-        self.value_info = {v.name: v for v in graph.model.graph.value_info if v.name in graph.values}
+        self.types = {v.name: v.type for v in graph.model.graph.value_info if v.name in graph.values}
+        self._made_types: dict[tuple[int, tuple[Dim, ...] | None], onnx.TypeProto] = {}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
         self._taken = set(names_in(graph.model.graph))
@@ -156,6 +165,7 @@ class _Writer:
         self._maker = {made_by(op): op.index for op in graph.ops if not is_move(op)} if self._homes else {}
         self._names = list(graph.values)
         self._delayed_names: dict[tuple[str, str | None, bool, bool], str] = {}
+        self._dropped = decisions.unrolled.dropped
         self._delayed_views: set[str] = set()  # names that stand for a step and are views made by a control edge
         self._unknown = 0
         sizes = Counter(decisions.group.tolist())
@@ -184,7 +194,7 @@ class _Writer:
             steps = (step,) if draw is None else (step - 1, step)
             trigger = next((made[after[s]] for s in steps if s in after), None)
             hide = not hidden.isdisjoint(steps)
-            kept = next(name for i, name in names.items() if not what.unrolled.dropped[i])
+            kept = next(name for i, name in names.items() if not self._dropped[i])
             here = _Occurrence(op, count[index], what.slots[index], trigger, hide, makes, drops, kept)
             if is_draw(op):  # the product, the next step, writes the Dropout
                 draw = op
@@ -213,16 +223,14 @@ class _Writer:
             for slot in waiting_slots(self.graph, self.tensors, op, here.slot):
                 is_shape = slot in semantics(op.node.domain, op.node.op_type).shapes
                 inputs[slot] = self._delayed(inputs[slot], op.inputs[slot], here.trigger, here.hide, is_shape)
-        if draw is None:
-            node = onnx.NodeProto()
-            node.CopyFrom(op.node)
-        else:
-            node = whole(draw, op)
+        made = op.node if draw is None else whole(draw, op)
+        if draw is not None:
             inputs = [inputs[0], *(self._latest[name] if name else "" for name in draw.inputs[1:])]
+        self.nodes.append(made)
+        node = self.nodes[-1]
         node.input[:] = inputs
         rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
         self._name_outputs(node, here)
-        self.nodes.append(node)
         self._made_at |= dict.fromkeys(node.output, len(self.nodes))
 
     def _move(self, here: _Occurrence, there: bool) -> None:
@@ -276,7 +284,7 @@ class _Writer:
         for node in nodes[:-1]:
             self._mark(node, here.op)
         self._name_outputs(nodes[-1], here)
-        self.nodes += nodes
+        self.nodes.extend(nodes)
 
     def _make_barriers(self) -> Barriers:
         """Return the barriers, computed from the smallest input, as some versions copy that input to the host.
@@ -348,10 +356,9 @@ class _Writer:
         if current in self.shapes:
             self.shapes[stem] = self.shapes[current]
         elif not hide:
-            info = self.value_info.get(current)
-            info_type = info.type if info is not None else self._interface.get(current)
-            if info_type is not None and all(_is_stated(dim) for dim in info_type.tensor_type.shape.dim):
-                self.value_info[stem] = onnx.ValueInfoProto(name=stem, type=info_type)
+            kind = self.types.get(current) or self._interface.get(current)
+            if kind is not None and all(_is_stated(dim) for dim in kind.tensor_type.shape.dim):
+                self.types[stem] = kind
             else:
                 self._declare(stem, original, -1)
         self._delayed_names[key] = stem
@@ -379,7 +386,7 @@ class _Writer:
         if name in self._interface or tensor.dtype == TensorProto.UNDEFINED:
             return
         if group >= 0 and group not in self._shared:
-            self.value_info.pop(name, None)
+            self.types.pop(name, None)
             self.shapes[name] = _open_shape(tensor)
             return
         if group >= 0:
@@ -389,8 +396,8 @@ class _Writer:
             )
         else:
             known = [dim for _, dim in _dims(tensor)]
-            if None not in known and like in self.value_info and name != like:
-                self.value_info[name] = onnx.ValueInfoProto(name=name, type=self.value_info[like].type)
+            if None not in known and like in self.types and name != like:
+                self.types[name] = self.types[like]
                 return
             # The file must not state a size that the runtime cannot infer from it, as the runtime would share buffers
             # by it; a unique symbolic name tells it nothing, and records the size for tools that read the file again.
@@ -399,8 +406,9 @@ class _Writer:
                 f"{TAG}u{self._unknown}.{axis}={size}" if dim is None else dim
                 for axis, (size, dim) in enumerate(_dims(tensor))
             )
-        kind = helper.make_tensor_type_proto(tensor.dtype, dims)
-        self.value_info[name] = onnx.ValueInfoProto(name=name, type=kind)
+        if (tensor.dtype, dims) not in self._made_types:
+            self._made_types[tensor.dtype, dims] = helper.make_tensor_type_proto(tensor.dtype, dims)
+        self.types[name] = self._made_types[tensor.dtype, dims]
 
     def _fresh(self, wish: str) -> str:
         name, suffix = wish, 1

@@ -358,3 +358,71 @@ def test_what_follows_from_shapes_that_onnxruntime_alone_knows():
             y = Greater (mean, zero)
         }""")
     assert shapes.infer(graph.build(model), askers=SHAPE_ASKERS)["mean"].shape == ()
+
+
+_STATED = """<ir_version: 10, opset_import: ["" : 20]>
+g (float[2, 6] x, bool yes) => (float[3, 4] y, float[2, 6] z)
+<float[2, 6] a, float[2, 6] b, float[2, 6] c, float[2, 6] d, float[2, 6] e>
+{
+    a = Exp (x)  b = Neg (a)  c = Neg (b)  d = Neg (c)  e = Neg (d)
+    sizes = Constant <value = int64[2] {3, 4}> ()
+    r = Reshape (c, sizes)
+    y = Neg (r)
+    t = Transpose <perm = [1, 0]> (e)
+    z = If (yes) <
+        then_branch = yes () => (float[2, 6] in) { in = Neg (d) },
+        else_branch = no () => (float[2, 6] out) { out = Neg (c) }>
+}"""
+
+
+def asked(monkeypatch):
+    """Return a list that gets the op types of each model that is given to ONNX's inference."""
+    models, infer_types = [], shapes.native.infer_types
+
+    def noting(model, *more, **options):
+        models.append([node.op_type for node in model.graph.node])
+        return infer_types(model, *more, **options)
+
+    monkeypatch.setattr(shapes.native, "infer_types", noting)
+    return models
+
+
+def test_of_a_made_graph_only_what_it_does_not_state_is_inferred(monkeypatch):
+    models, ir = asked(monkeypatch), graph.build(onnx.parser.parse_model(_STATED))
+    found = shapes.infer(ir, derived=True)
+    assert {tuple(model) for model in models} == {("Constant", "Reshape", "Transpose")}
+    assert found == shapes.infer(ir)
+    assert (found["r"].shape, found["t"].symbolic) == ((3, 4), (6, 2))
+
+
+@pytest.mark.parametrize("name", ["chain", "attention_stack"])
+def test_rewritten_files_have_the_shapes_of_a_whole_inference(name):
+    written = rewrite_model(f"sample_models/{name}.onnx", "60%", run_by="session", effort=0.1).model
+    ir = graph.build(written)
+
+    def facts(found):
+        unnamed = {s for t in found.values() for s in t.symbolic or () if str(s).startswith("unk__")}
+        dims = {n: [("?" if s in unnamed else s) for s in t.symbolic or (None,)] for n, t in found.items()}
+        return {n: (t.dtype, t.shape, t.nbytes) for n, t in found.items()}, dims
+
+    assert facts(shapes.infer(ir, derived=True)) == facts(shapes.infer(ir))
+
+
+def test_a_graph_that_inference_sees_through_is_inferred_once(monkeypatch):
+    models = asked(monkeypatch)
+    compiled = prepare(mlp(), Preparation(CPU))
+    assert compiled.tensors == shapes.infer(compiled.graph)
+    del models[:]
+    prepare(mlp(), Preparation(CPU))
+    assert not models  # besides the check of what the file states
+
+
+def test_sizes_that_no_runtime_follows_stay_unknown_to_it():
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[2, 6] x) => (y) {
+            s = Shape (x)  one = Constant <value = int64[1] {1}> ()  n = Gather (s, one)
+            all = Constant <value = int64[1] {-1}> ()  to = Concat <axis = 0> (n, all)  y = Reshape (x, to)
+        }""")
+    tensor = prepare(model, Preparation(CPU)).tensors["y"]
+    assert tensor.shape == (6, 2)
+    assert not all(isinstance(size, int) for size in tensor.symbolic)

@@ -14,7 +14,7 @@ from onnx import TensorProto
 from onnx_remat.errors import UsageError
 from onnx_remat.ir import dropout
 from onnx_remat.ir.graph import Graph, Op, attributes, blames_the_node
-from onnx_remat.ir.opsets import STANDARD, canonical
+from onnx_remat.ir.opsets import STANDARD
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Kernels
@@ -100,7 +100,7 @@ def _without_first_products(graph: Graph, seconds: list[float]) -> list[float]:
 @blames_the_node
 def roofline(op: Op, tensors: Mapping[str, Tensor], kernels: Kernels, device: Device) -> float:
     """Return max(FLOPs / peak, bytes / bandwidth) + overhead, in seconds (Williams, Waterman, Patterson 2009)."""
-    if kernels.aliases(op.node):
+    if kernels.alias.get(op.kind):
         return device.overhead  # moves no data
     inputs = [tensors[n] for n in op.inputs if n]
     outputs = [tensors[n] for n in op.outputs if n]
@@ -121,7 +121,7 @@ def fused(members: Sequence[Op], ends: Iterable[str], tensors: Mapping[str, Tens
 
 def _moved(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     written = sum(t.nbytes for t in outputs)
-    if op.node.op_type in (
+    if op.kind[1] in (
         "Gather",
         "Slice",
         "GatherElements",
@@ -141,7 +141,7 @@ _ORTS_OWN = frozenset({STANDARD, "com.microsoft", "com.microsoft.nchwc", "com.ms
 
 def flops(op: Op, tensors: Mapping[str, Tensor]) -> float:
     """Return the floating-point operations of one execution; a multiply-add counts as two."""
-    kind = op.node.op_type if canonical(op.node.domain) in _ORTS_OWN else ""
+    kind = op.kind[1] if op.kind[0] in _ORTS_OWN else ""
     output = tensors[op.writes[0]] if op.writes else None
     made = float(math.prod(output.shape)) if output else 0.0
     shapes = [tensors[n].shape if n else () for n in op.inputs]
