@@ -12,18 +12,15 @@ import pytest
 
 import onnx_remat
 from onnx_remat.process.compiled import build
-from onnx_remat.session import plan_session
 from tests.support.graphs import mlp
-from tests.support.warm import FORKS, WarmChild
+from tests.support.warm import warm_processes
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_opener() -> Iterator[None]:
-    """Sessions that tests open are planned in processes forked from one that is warm."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_session, "Child", WarmChild)
+    """What tests have prepared in processes of their own is so in processes forked from one that is warm."""
+    with warm_processes():
         yield
-    FORKS.end()
 
 
 @pytest.fixture(scope="session")

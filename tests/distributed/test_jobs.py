@@ -15,7 +15,7 @@ from onnx_remat.measure.training_memory import available, one_node
 from onnx_remat.training import Loop
 from tests.support.adam import adam, first_state, shared_batches
 from tests.support.graphs import model_of, same_bits
-from tests.support.ranks import ROOT, launch
+from tests.support.ranks import ROOT, launch, launch_in_turn
 
 pytest.importorskip("torch")
 
@@ -273,10 +273,8 @@ def test_a_rank_without_a_batch_has_the_rate_of_the_others(model, tmp_path):
     apart |= {f"{step}.0.0.rate": np.float32(0.01 * (step + 1)) for step in range(3)}
     apart |= {f"{step}.1.0.rate": np.float32(0.01 * (step + 1)) for step in (0, 2)}
     state = first_state(onnx.load(model))
-    whole, shards = (
-        launch(tmp_path / str(zero), 2, job_of(model, tmp_path, 3, options={"zero": zero}), state, apart)
-        for zero in (False, True)
-    )
+    jobs = [job_of(model, tmp_path, 3, options={"zero": zero}) for zero in (False, True)]
+    whole, shards = launch_in_turn([tmp_path / "whole", tmp_path / "shards"], 2, jobs, state, apart)
     for ranks in (whole, shards):
         assert [rank.code for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
         assert same_bits(ranks[0].state.values(), ranks[1].state.values())
@@ -288,8 +286,8 @@ def test_gradients_in_float16_do_not_overflow_by_their_weights(model, tmp_path):
     apart, _ = shared_batches(2, 2, ROWS, WIDTH)
     state = first_state(onnx.load(model))
     job = job_of(model, tmp_path, 2, weight=1e6)
-    plain = launch(tmp_path / "plain", 2, job, state, apart)
-    half = launch(tmp_path / "half", 2, {**job, "options": {"wire": "float16"}}, state, apart)
+    jobs = [job, job | {"options": {"wire": "float16"}}]
+    plain, half = launch_in_turn([tmp_path / "plain", tmp_path / "half"], 2, jobs, state, apart)
     assert [rank.code for rank in half] == [0, 0], half[0].errors
     np.testing.assert_allclose(half[0].state["m.w0"], plain[0].state["m.w0"], rtol=1e-2, atol=1e-6)
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,16 +33,25 @@ class Rank:
 
 def launch(folder: Path, count: int, job: dict, state: dict, batches: dict, seconds: float = 300) -> list[Rank]:
     """Run a job to its end; one that outlasts `seconds` is ended and fails the test."""
-    folder.mkdir(exist_ok=True)
-    np.savez(folder / "state.npz", **state)
-    np.savez(folder / "batches.npz", **batches)
-    (folder / "job.json").write_text(json.dumps(job))
+    (ranks,) = launch_in_turn([folder], count, [job], state, batches, seconds)
+    return ranks
+
+
+def launch_in_turn(
+    folders: Sequence[Path], count: int, jobs: Sequence[dict], state: dict, batches: dict, seconds: float = 300
+) -> list[list[Rank]]:
+    """Run jobs one after the other, each in a folder of its own, in processes that are started once for all of them."""
+    for folder, job in zip(folders, jobs, strict=True):
+        folder.mkdir(exist_ok=True)
+        np.savez(folder / "state.npz", **state)
+        np.savez(folder / "batches.npz", **batches)
+        (folder / "job.json").write_text(json.dumps(job))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     common |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "ORT_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-m", "tests.support.ranks", str(folder)]
+    command = [sys.executable, "-m", "tests.support.ranks", *map(str, folders)]
     processes = [
         subprocess.Popen(
             command, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
@@ -54,7 +64,8 @@ def launch(folder: Path, count: int, job: dict, state: dict, batches: dict, seco
     finally:
         for process in processes:
             process.kill()
-    return [_left(folder, rank, p.returncode, e) for rank, (p, e) in enumerate(zip(processes, errors, strict=True))]
+    ended = [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+    return [[_left(folder, rank, *how) for rank, how in enumerate(ended)] for folder in folders]
 
 
 def _left(folder: Path, rank: int, code: int, errors: str) -> Rank:
@@ -127,10 +138,13 @@ def _batch(batches: dict, prefix: str) -> dict:
 
 def main() -> None:
     from onnx_remat import distributed
+    from tests.support.warm import warm_processes
 
-    folder = Path(sys.argv[1])
-    timeout = json.loads((folder / "job.json").read_text()).get("timeout", 60)
-    sys.exit(distributed.run(lambda: train(folder), timeout=timeout))
+    folders = list(map(Path, sys.argv[1:]))
+    timeout = json.loads((folders[0] / "job.json").read_text()).get("timeout", 60)
+    with warm_processes():
+        code = distributed.run(lambda: [train(folder) for folder in folders], timeout=timeout)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

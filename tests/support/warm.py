@@ -1,9 +1,10 @@
 """Processes forked from one that has imported what opening a session needs: a fresh Python imports for over a second.
 
 Each is a process of its own still: what a test changes in its own process does not reach it, its memory goes with it,
-and it may crash. `WarmChild` takes the place of `child.Child` in `plan_session.plan_in_child`;
-``python -m tests.support.warm FD`` is the process that forks. Processes that tests start themselves, and those where
-what libraries read of the environment was changed, open sessions in fresh ones as users do.
+and it may crash. `warm_processes` puts `WarmChild` in the place of `child.Child` where sessions, steps of several
+ranks and kernels are prepared; ``python -m tests.support.warm FD`` is the process that forks. Processes that tests
+start themselves, but for ranks, and those where what libraries read of the environment was changed, prepare them in
+fresh ones as users do.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from onnx_remat.distributed import parts
+from onnx_remat.fuse import machine_code
 from onnx_remat.process import child
 from onnx_remat.process.child import Child
+from onnx_remat.session import plan_session
 
 
 def _of_libraries(environment: Mapping[str, str]) -> dict[str, str]:
@@ -113,6 +119,24 @@ class WarmChild(Child):
 
     def _started(self, command: list[str], environment: Mapping[str, str]) -> Any:
         return FORKS.fork(environment) if FORKS.can(environment) else super()._started(command, environment)
+
+
+def _call(task: str, job: Mapping[str, Any]) -> Any:
+    """`child.call`, forked where it can be."""
+    with WarmChild() as process:
+        return process.call(task, job, last=True)
+
+
+@contextlib.contextmanager
+def warm_processes() -> Iterator[None]:
+    """Within the block, what is prepared in a process of its own is prepared in one forked from one that is warm."""
+    with (
+        mock.patch.object(plan_session, "Child", WarmChild),
+        mock.patch.object(machine_code, "Child", WarmChild),
+        mock.patch.object(parts, "child", SimpleNamespace(call=_call, Failed=child.Failed)),
+    ):
+        yield
+    FORKS.end()
 
 
 def _become(files: list[int]) -> None:
