@@ -88,7 +88,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     Examples
     --------
     >>> from sample_models.chain import chain
-    >>> found = lowest_budget(chain(8, 1024, 64), effort=0.5)
+    >>> found = lowest_budget(chain(4, 1024, 64), effort=0.1)
     >>> found.impossible <= found.budget < found.original_peak
     True
     """
