@@ -79,7 +79,7 @@ def small_blocks(request, monkeypatch):
 @pytest.mark.parametrize("over", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_random_groups(request, over):
     """20,000 of them: ``pytest tests/fuse/test_cuda.py -k random --fuzz 20000``."""
-    count, fused = request.config.getoption("--fuzz") or 60, 0
+    count, fused = request.config.getoption("--fuzz") or 30, 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])
         model = test_groups.random_model(rng)
@@ -93,7 +93,7 @@ def test_random_groups(request, over):
 @pytest.mark.parametrize("over", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_random_rows(request, monkeypatch, over):
     monkeypatch.setattr("onnx_remat.fuse.rows.LEAST_WARPS", 8)
-    count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 40), 0
+    count, fused = max((request.config.getoption("--fuzz") or 0) // 20, 20), 0
     for seed in range(count):
         model = test_rows.random_model(np.random.default_rng([seed, 61]), test_rows.ALONG_WHAT[seed % 5 // 3])
         made = assert_same(model, test_rows.feeds_of(model, seed), exact=False, over=over)
@@ -105,7 +105,7 @@ def test_random_rows(request, monkeypatch, over):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_random_moves(request):
-    count, fused = request.config.getoption("--fuzz") or 60, 0
+    count, fused = request.config.getoption("--fuzz") or 30, 0
     for seed in range(count):
         model = test_moved.random_model(np.random.default_rng([seed, 63]))
         feeds = {name: array / 4 for name, array in test_rows.feeds_of(model, seed).items()}
