@@ -154,7 +154,7 @@ def test_a_recurrent_layer_has_one_product_for_each_weight():
             return self.head(self.layers(x)[0][-1])
 
     torch.manual_seed(0)
-    batch = (torch.randn(10, 4, 16), torch.randint(0, 4, (4,)))
+    batch = (torch.randn(4, 4, 16), torch.randint(0, 4, (4,)))
     model = export_training_step(Model(), batch, torch.nn.functional.cross_entropy)
     turned = [
         n for n in model.graph.node if n.op_type == "Gemm" and any(a.name == "transA" and a.i for a in n.attribute)
