@@ -1,6 +1,6 @@
 """Random mixed graphs, rewritten and through `Session` with every value in its slab: none comes out wrong.
 
-The default run does a dozen, ``--slow`` thirty, ``--fuzz N`` N of them; `python -m scripts.random_graphs` prints
+The default run does six, ``--slow`` thirty, ``--fuzz N`` N of them; `python -m scripts.random_graphs` prints
 what becomes of each.
 """
 
@@ -14,7 +14,7 @@ from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
-_FEW, _MORE = 12, 30
+_FEW, _MORE = 6, 30
 ALLOWED = (RIGHT, TOO_LOW)
 
 
