@@ -554,15 +554,16 @@ def test_names_of_a_model_and_of_a_steps_other_inputs_and_outputs_are_apart(name
         budgeted(model, nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 1e-3), batch)
 
 
+SINGLE = [
+    (torch.optim.AdamW, {}), (torch.optim.Adafactor, {}), (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adamax, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        (torch.optim.AdamW, {}), (torch.optim.Adam, {"amsgrad": True}), (torch.optim.NAdam, {}),
-        (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adafactor, {}),
-        (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9}),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)  # fmt: skip
+    ("kind", "settings"), few(SINGLE, SINGLE[:2], several=True), ids=lambda each: getattr(each, "__name__", "")
+)
 def test_a_parameter_may_be_a_single_number(kind, settings):
     """As CLIP's scale of the logits: its state has the shape of a count of steps."""
 
