@@ -20,11 +20,11 @@ from tests.support.slow import few
 WORDS, LENGTH, BATCH, CLASSES = 90, 16, 8, 3
 
 
-def language(lora=False):
+def language(lora=False, layers=2):
     """GPT-2, or adapters of its attention."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0,
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_layer=layers, n_head=2, resid_pdrop=0, embd_pdrop=0,
         attn_pdrop=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
@@ -70,7 +70,7 @@ def losses(trainer):
 
 
 CASES = {
-    "GPT-2, three batches an update": (language, {}, {"gradient_accumulation_steps": 3}),
+    "GPT-2, three batches an update": (lambda: language(layers=1), {}, {"gradient_accumulation_steps": 3}),
     "GPT-2, LoRA": (lambda: language(lora=True), {}, {}),
     "BERT, smoothed labels, two batches an update": (
         classifier, {"labels": True}, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
@@ -119,7 +119,7 @@ def test_goes_on_from_a_checkpoint(tmp_path):
 def test_refusals_say_what_to_do(options, samples, said, tmp_path):
     """The second before the first step: at the end of an epoch it would come late."""
     with pytest.raises(UsageError, match=said):
-        trained(BudgetedTrainer, language(), tmp_path, texts(samples), options=options, check=False)
+        trained(BudgetedTrainer, language(layers=1), tmp_path, texts(samples), options=options, check=False)
 
 
 def test_wrapped_optimizers_count_as_those_in_them():
@@ -177,7 +177,7 @@ class Annealed(BudgetedTrainer):
 
 def test_a_loss_that_reads_the_state_is_refused(tmp_path):
     with pytest.raises(ConversionError, match=r"compute_loss reads state\.global_step"):
-        trained(Annealed, language(), tmp_path, texts(2 * BATCH), check=False)
+        trained(Annealed, language(layers=1), tmp_path, texts(2 * BATCH), check=False)
 
 
 @pytest.mark.parametrize(
