@@ -31,7 +31,7 @@ from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
 LINK = moves.Link(1e12)
-DEVICE = {"provider": "cuda", "run_by": "loop", "effort": 1.0}
+DEVICE = {"provider": "cuda", "run_by": "loop", "effort": 0.5}
 FAST = "100TB"  # a second: moves take no time but that to start them
 
 
