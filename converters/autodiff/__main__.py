@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,17 +12,19 @@ import numpy as np
 import onnx
 
 from onnx_remat import files
-from onnx_remat.app.flags import in_flags
-from onnx_remat.errors import MissingExtraError, OnnxRematError, UsageError
+from onnx_remat.app.flags import Parser, guarded
+from onnx_remat.app.streams import complain, say
+from onnx_remat.errors import MissingExtraError, UsageError
 from onnx_remat.ir import model_io
-from onnx_remat.process.child import QUIET
 
 from ..extras import require
+
+_PROGRAM = "python -m onnx_remat.converters.autodiff"
 
 try:
     require("convert", "onnx_ir", "onnxruntime")
 except MissingExtraError as error:
-    print(f"error: {error}", file=sys.stderr)
+    complain(f"{_PROGRAM}: error: {error}")
     sys.exit(error.exit_code)
 
 from .. import optimizers
@@ -38,10 +38,13 @@ Factory: TypeAlias = Callable[..., optimizers.Optimizer]
 OPTIMIZERS: dict[str, Factory] = {"sgd": optimizers.SGD, "adam": optimizers.Adam, "adamw": optimizers.AdamW}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
-    os.environ.update(QUIET)
-    parser = argparse.ArgumentParser(prog="python -m onnx_remat.converters.autodiff", description=__doc__)
+    return guarded(_PROGRAM, _run, sys.argv[1:] if arguments is None else arguments, _FLAGS)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = Parser(prog=_PROGRAM, description=__doc__)
     parser.add_argument("forward", type=Path, help="a forward model in standard ONNX ops")
     parser.add_argument("out", type=Path, help="where to write the training step")
     parser.add_argument("--loss", help=f"{', '.join(NAMED)}, or the output that is the loss")
@@ -61,35 +64,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--force", action="store_true", help="overwrite OUT and NPZ")
     given = parser.parse_args(arguments)
     optimizer = OPTIMIZERS[given.optimizer](lr=given.lr) if given.optimizer else None
-    try:
-        example = _arrays(given.example) if given.example else None
-        target = files.check_target(given.out, given.forward, given.force)
-        values = _values(given.values, target, given.force) if given.values else None
-        step = add_backward(
-            given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
-            dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
-        )  # fmt: skip
-        model_io.save(step, target, None, given.force)
-        if values is not None:
-            np.savez(values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
-    except OnnxRematError as error:
-        print(f"error: {in_flags(error.message, _FLAGS)}", file=sys.stderr)
-        return error.exit_code
+    example = _arrays(given.example) if given.example else None
+    target = files.check_target(given.out, given.forward, given.force)
+    values = _values(given.values, target, given.force) if given.values else None
+    step = add_backward(
+        given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
+        dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
+    )  # fmt: skip
+    model_io.save(step, target, None, given.force)
+    if values is not None:
+        np.savez(values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
     if given.training and not _has_modes(model_io.load(given.forward).model):
-        print(
+        say(
             "--training changed nothing: the file has no BatchNormalization or Dropout; set the exporter to training"
             " mode, or it removes them"
         )
     parameters = sum(value.name.startswith(("grad.", "new.")) for value in step.graph.output)
-    print(f"{given.out}: {len(step.graph.node)} nodes, {parameters} outputs besides the loss")
+    say(f"{given.out}: {len(step.graph.node)} nodes, {parameters} outputs besides the loss")
     ends = [value.name for value in (*step.graph.input, *step.graph.output)]
     state = {name.removeprefix(start) for name in ends for start in ("grad.", "new.") if name.startswith(start)}
-    print(f"a batch is {', '.join(value.name for value in step.graph.input if value.name not in state)}")
+    say(f"a batch is {', '.join(value.name for value in step.graph.input if value.name not in state)}")
     known = {p.key: p.value for p in step.metadata_props}
     if "check.differences" in known:
-        print(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")
+        say(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")
     if known.get("check.untold", "0") != "0":
-        print(f"{known['check.untold']} of them are too small, on the check's inputs, for an error to show")
+        say(f"{known['check.untold']} of them are too small, on the check's inputs, for an error to show")
     return 0
 
 

@@ -171,13 +171,21 @@ def _as_flag(setting: Setting, others: Mapping[str, str]) -> str:
     return f"{flag} {value}" if _PLAIN.fullmatch(str(value)) else f"{flag} {value!r}"
 
 
-def one_line(error: OnnxRematError) -> str:
-    """Return an error in one line, its settings written as flags."""
-    return " ".join(in_flags(error.message).split())
+def one_line(error: OnnxRematError, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return an error in one line, its settings written as flags, see `in_flags`."""
+    return " ".join(in_flags(error.message, others).split())
 
 
-def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
-    """Run a command and return its exit code; print an error as one line on standard error."""
+def guarded(
+    name: str,
+    command: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    others: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Run a command and return its exit code; print an error as one line on standard error.
+
+    `others` are the flags of the command's own settings, by name.
+    """
     os.environ.update(QUIET)  # ONNX Runtime's telemetry would write to the home folder
     streams.steady()
     gc.set_threshold(*_SELDOM)
@@ -185,7 +193,7 @@ def guarded(name: str, command: Callable[[Sequence[str]], int], arguments: Seque
         with streams.terminable():
             return command(arguments)
     except OnnxRematError as error:
-        streams.complain(f"{name}: error: {one_line(error)}")
+        streams.complain(f"{name}: error: {one_line(error, others)}")
         return error.exit_code
     except OSError as error:
         streams.complain(f"{name}: error: {error}")

@@ -529,6 +529,21 @@ def test_refusals_write_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["forward.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [([], "the following arguments are required: forward, out"), (["a", "b", "--frobnicate"], "--frobnicate"),
+     (["a", "b", "--loss"], "expected one argument"), (["a", "b", "--optimizer", "lion"], "invalid choice"),
+     (["a", "b", "--dim", "n"], "--dim 'n' is not a size")],
+)  # fmt: skip
+def test_wrong_options_are_one_line_and_exit_code_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and text in err
+    assert err.startswith("python -m onnx_remat.converters.autodiff: error: ")
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "forward.onnx", tmp_path / "train.onnx"
     onnx.save(MLP, source)
@@ -572,7 +587,8 @@ def test_the_command_line_names_its_own_options(tmp_path, capsys):
     target = str(tmp_path / "train.onnx")
     common = [str(tmp_path / "forward.onnx"), target, "--example", str(tmp_path / "example.npz")]
     assert main([*common, "--wrt", "w"]) == 6
-    assert "give --example or --no-check" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("python -m onnx_remat.converters.autodiff: error: ") and "give --example or --no-check" in err
     assert main([*common, "--wrt", "w", "--no-check"]) == 0
     (tmp_path / "example.npz").write_bytes(b"no archive")
     assert main([*common, "--force"]) == 2

@@ -60,7 +60,8 @@ runpy.run_module("onnx_remat.converters.autodiff", run_name="__main__")
 """
     done = bare(FRAMEWORKS, code)
     assert done.returncode == 4 and not done.stdout
-    assert done.stderr == "error: onnx_ir is not installed: pip install 'onnx-remat[convert]'\n"
+    program = "python -m onnx_remat.converters.autodiff"
+    assert done.stderr == f"{program}: error: onnx_ir is not installed: pip install 'onnx-remat[convert]'\n"
 
 
 def test_the_package_itself_needs_none_of_them():
