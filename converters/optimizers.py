@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import UsageError
 
 from . import names
 from .emit import Emitter
@@ -171,7 +171,7 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
 
     Raises
     ------
-    ConversionError
+    UsageError
         A learning rate has the name of a value of the graph.
     """
     emit = Emitter(graph, "optimizer")
@@ -211,14 +211,14 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
 def _rate_inputs(emit: Emitter, optimizers: Mapping[str, Optimizer]) -> list[ir.Value]:
     named = dict.fromkeys(optimizer.lr for optimizer in optimizers.values() if isinstance(optimizer.lr, str))
     if clash := next((name for name in named if emit.fresh(name) != name), None):
-        raise ConversionError(f"the graph already has a value {clash!r}: choose another name for the learning rate")
+        raise UsageError(f"the graph already has a value {clash!r}: choose another name for the learning rate")
     return [ir.Value(name=name, shape=ir.Shape(()), type=ir.TensorType(ir.DataType.FLOAT)) for name in named]
 
 
 def _check_rate(lr: Rate) -> None:
-    """Raise ConversionError for a learning rate that is no number of at least 0, as torch does."""
+    """Raise UsageError for a learning rate that is no number of at least 0, as torch does."""
     if not isinstance(lr, str) and not 0 <= lr < math.inf:
-        raise ConversionError(f"a learning rate is a finite number of at least 0, or the name of an input, not {lr}")
+        raise UsageError(f"a learning rate is a finite number of at least 0, or the name of an input, not {lr}")
 
 
 def _rate(emit: Emitter, lr: Rate, like: ir.Value) -> ir.Value:

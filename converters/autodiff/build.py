@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_remat.errors import ConversionError, did_you_mean
+from onnx_remat.errors import ConversionError, UsageError, did_you_mean
 from onnx_remat.messages import Setting
 
 from .. import names, optimizers
@@ -85,9 +85,11 @@ def add_backward(
 
     Raises
     ------
+    UsageError
+        An argument names what the model does not have, or is an integer to differentiate by.
     ConversionError
         An op between a parameter and the loss has no gradient rule (the message names op and node), there is no scalar
-        loss, a parameter is an integer, the loss depends on no parameter, or the gradients fail the check.
+        loss, the loss depends on no parameter, or the gradients fail the check.
     """
     model = prepare.load(forward_model)
     if training:
@@ -95,7 +97,7 @@ def add_backward(
     chosen = prepare.select(model.graph, wrt, frozen)
     if not chosen:
         if prepare.select(model.graph, wrt, ()):
-            raise ConversionError("all parameters are frozen: leave one out of {}", Setting("frozen"))
+            raise UsageError("all parameters are frozen: leave one out of {}", Setting("frozen"))
         raise ConversionError(
             "no initializer looks like a weight, so there is no parameter: name some with {}",
             Setting("wrt"),
@@ -147,22 +149,22 @@ def add_backward(
 
 
 def _kept(graph: ir.Graph, loss: ir.Value, keep: Sequence[str]) -> dict[str, ir.Value]:
-    """Return the outputs to keep, the loss left out; raise ConversionError where the model has none of a name."""
+    """Return the outputs to keep, the loss left out; raise UsageError where the model has none of a name."""
     outputs = {str(value.name): value for value in graph.outputs}
     for name in keep:
         if name not in outputs:
-            raise ConversionError(f"keep: the model has no output {name!r}{did_you_mean(name, outputs)}")
+            raise UsageError(f"keep: the model has no output {name!r}{did_you_mean(name, outputs)}")
     return {name: outputs[name] for name in keep if outputs[name] is not loss}
 
 
 def _check_names(
     examples: Mapping[str, np.ndarray], inputs: Collection[str], optimizer: optimizers.Optimizer | None
 ) -> None:
-    """Raise ConversionError for an example of no input of the step, the optimizer's state and rate included."""
+    """Raise UsageError for an example of no input of the step, the optimizer's state and rate included."""
     rate = optimizer.lr if optimizer is not None else None
     for name in examples:
         if name not in inputs and name != rate and not name.startswith("state."):
-            raise ConversionError(f"the model has no input {name!r}{did_you_mean(name, inputs)}")
+            raise UsageError(f"the model has no input {name!r}{did_you_mean(name, inputs)}")
 
 
 def initial_inputs(
@@ -212,7 +214,7 @@ def _loss(tape: Tape, graph: ir.Graph, loss: str | losses.Loss | None) -> tuple[
         return scalar, [target]
     if isinstance(loss, str) and loss not in outputs:
         known = ", ".join([*losses.NAMED, *outputs])
-        raise ConversionError(f"loss: {loss!r} is neither a known loss nor an output: use one of {known}")
+        raise UsageError(f"loss: {loss!r} is neither a known loss nor an output: use one of {known}")
     name = loss or ("loss" if "loss" in outputs else next(iter(outputs)))
     if loss is None and name != "loss" and len(outputs) > 1:
         raise ConversionError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 
 from ..dims import Dims, dims
 from ..tape import Tape
@@ -119,7 +119,7 @@ def _output(graph: ir.Graph, name: str | None) -> ir.Value:
     outputs = {str(value.name): value for value in graph.outputs}
     found = outputs.get(name) if name else next(iter(outputs.values()), None)
     if found is None:
-        raise ConversionError(f"the model has no output {name!r} for the loss: use one of {', '.join(outputs)}")
+        raise UsageError(f"the model has no output {name!r} for the loss: use one of {', '.join(outputs)}")
     if found.dtype is None or not found.dtype.is_floating_point():
         raise ConversionError(f"output {found.name!r} is {found.dtype}: choose a floating-point output for the loss")
     return found

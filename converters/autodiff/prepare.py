@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 from google.protobuf.message import DecodeError
 
-from onnx_remat.errors import ConversionError, ModelError, OnnxRematError, did_you_mean
+from onnx_remat.errors import ConversionError, ModelError, OnnxRematError, UsageError, did_you_mean
 from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.model_io import without_weights
@@ -256,12 +256,12 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
 
     Raises
     ------
-    ConversionError
+    UsageError
         A name matches nothing, or an integer.
     """
     known = [*(str(value.name) for value in graph.inputs), *(name for name, _ in initial_values(graph))]
     if unknown := next((p for p in frozen if not any(_matches(name, [p]) for name in known)), None):
-        raise ConversionError(f"frozen: no input or initializer is called {unknown!r}{did_you_mean(unknown, known)}")
+        raise UsageError(f"frozen: no input or initializer is called {unknown!r}{did_you_mean(unknown, known)}")
     if wrt is None:
         chosen = [value for _, value in initial_values(graph) if _is_weight(value)]
         return [v for v in chosen if not _matches(str(v.name), frozen)]
@@ -273,13 +273,13 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
         names = [pattern] if exact else [n for n in candidates if fnmatch.fnmatchcase(n, pattern)]
         if not names:
             hint = did_you_mean(pattern, candidates)
-            raise ConversionError(f"wrt: no input or initializer is called {pattern!r}{hint}")
+            raise UsageError(f"wrt: no input or initializer is called {pattern!r}{hint}")
         for name in names:
             dtype = candidates[name].dtype
             if dtype is None or dtype.is_floating_point():
                 found[name] = candidates[name]
             elif exact:
-                raise ConversionError(f"wrt: {name!r} is {dtype}, and only floating point has gradients: leave it out")
+                raise UsageError(f"wrt: {name!r} is {dtype}, and only floating point has gradients: leave it out")
     return [value for name, value in found.items() if not _matches(name, frozen)]
 
 
@@ -344,11 +344,13 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     Raises
     ------
     ConversionError
-        The model is inconsistent, or has no size of a name in `dims`.
+        The model is inconsistent.
+    UsageError
+        It has no size of a name in `dims`.
     """
     seen = {str(d.value) for v in model.graph.inputs for d in (v.shape or ()) if not isinstance(d, int)}
     if unknown := [name for name in dims if name not in seen]:
-        raise ConversionError(f"dims: no input has a size called {unknown[0]!r}: use one of {sorted(seen)}")
+        raise UsageError(f"dims: no input has a size called {unknown[0]!r}: use one of {sorted(seen)}")
     for value in (*model.graph.inputs, *(v for node in model.graph for v in node.outputs)):
         if value.shape is not None:
             value.shape = ir.Shape([d if isinstance(d, int) else dims.get(str(d.value), d) for d in value.shape])

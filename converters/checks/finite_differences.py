@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 
 from .. import names
@@ -317,11 +317,11 @@ def _random(purpose: int, number: int) -> np.random.Generator:
 
 
 def _check_examples(step: onnx.ModelProto, given: Mapping[str, np.ndarray]) -> None:
-    """Raise ConversionError where an example has another rank than its input."""
+    """Raise UsageError where an example has another rank than its input."""
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in step.graph.input}
     for name, array in given.items():
         if np.ndim(array) != ranks.get(name, np.ndim(array)):
-            raise ConversionError(f"the example of {name!r} has {np.ndim(array)} axes, and the input has {ranks[name]}")
+            raise UsageError(f"the example of {name!r} has {np.ndim(array)} axes, and the input has {ranks[name]}")
 
 
 def make_feeds(

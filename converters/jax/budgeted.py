@@ -205,7 +205,7 @@ def budgeted(
         The step cannot be exported, see `export_training_step`, or no plan fits the budget.
     """
     if optimizer is None:
-        raise ConversionError("budgeted needs an optimizer, whose update is part of the step: pass one of optax")
+        raise UsageError("budgeted needs an optimizer, whose update is part of the step: pass one of optax")
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))

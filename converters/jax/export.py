@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.ort import runtime
 
 from ..checks import agreement as comparison
@@ -77,6 +77,8 @@ def export_training_step(
 
     Raises
     ------
+    UsageError
+        `opset` is below 20, or `batch_names` has another number of names than the batch has arrays.
     ConversionError
         A primitive has no lowering, the loss is not a float scalar or depends on no parameter, a parameter is not
         float, or the graph's outputs differ from JAX's.
@@ -91,7 +93,7 @@ def export_training_step(
     ['loss', 'grad.w']
     """
     if opset < 20:
-        raise ConversionError(f"opset {opset} is too old: use 20 or above")
+        raise UsageError(f"opset {opset} is too old: use 20 or above")
     step = trace(loss_fn, params, batch, buffers, optimizer, batch_names)
     model = convert(step, unroll, opset)
     if check:

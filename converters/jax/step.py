@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 
 from .. import names
 from ..checks import tolerances
@@ -191,7 +191,7 @@ def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | No
         kept = [f"buffers.{name}" for name in kept]
     count = len(jax.tree_util.tree_leaves(batch))
     if batch_names is not None and len(batch_names) != count:
-        raise ConversionError(f"batch_names has {len(batch_names)} names for {count} arrays: give one for each")
+        raise UsageError(f"batch_names has {len(batch_names)} names for {count} arrays: give one for each")
     given = [names.batch(i) for i in range(count)] if batch_names is None else list(batch_names)
     made = [*own, *kept, *_state_names(_paths(state), parameters), *given]
     if twice := [name for name, n in Counter(made).items() if n > 1]:

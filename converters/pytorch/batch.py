@@ -54,7 +54,7 @@ class Batch:
             structure = ((example_inputs,), {})
         elif not isinstance(example_inputs, Iterable):
             kind = type(example_inputs).__name__
-            raise ConversionError(f"the batch is a {kind}: give a tensor, a sequence or a mapping of them")
+            raise UsageError(f"the batch is a {kind}: give a tensor, a sequence or a mapping of them")
         else:
             structure = (tuple(example_inputs), {})
         found, spec = pytree.tree_flatten_with_path(_plain(structure))
@@ -87,14 +87,14 @@ class Batch:
         return made
 
     def check_dimensions(self, dynamic: Mapping[str, Mapping[int, str]]) -> None:
-        """Raise ConversionError unless every dynamic dimension exists and has an example size above one."""
+        """Raise UsageError unless every dynamic dimension exists and has an example size above one."""
         sizes = {name: tuple(tensor.shape) for name, tensor in zip(self.names, self.tensors, strict=True)}
         for name, axes in dynamic.items():
             if name not in sizes:
-                raise ConversionError(f"dynamic_dims: the batch has no input {name!r}, only {', '.join(sizes)}")
+                raise UsageError(f"dynamic_dims: the batch has no input {name!r}, only {', '.join(sizes)}")
             for axis in axes:
                 if not 0 <= axis < len(sizes[name]) or sizes[name][axis] < 2:
-                    raise ConversionError(
+                    raise UsageError(
                         f"dynamic_dims: axis {axis} of {name}, of shape {sizes[name]}: give an existing axis, "
                         "and an example with two or more along it (a size of 1 is taken as fixed)"
                     )
@@ -174,7 +174,7 @@ def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
 
     Raises
     ------
-    ConversionError
+    UsageError
         The output has no such tensor; the message names those that it has.
     """
     if isinstance(output, torch.Tensor):
@@ -189,7 +189,7 @@ def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
     for name in wanted:
         if name not in tensors:
-            raise ConversionError(f"outputs: the model's output has no tensor {name!r}; it has {', '.join(tensors)}")
+            raise UsageError(f"outputs: the model's output has no tensor {name!r}; it has {', '.join(tensors)}")
     return {name: tensors[name] for name in wanted}
 
 

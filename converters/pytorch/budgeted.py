@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onnx_remat.app.progress import Progress
-from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.errors import UsageError
 from onnx_remat.messages import Setting
 
 from .. import shares
@@ -112,7 +112,7 @@ def budgeted(
     """
     users = optimizer_facts.each(optimizer)
     if not users:
-        raise ConversionError("budgeted needs an optimizer, whose step is part of the graph: pass one")
+        raise UsageError("budgeted needs an optimizer, whose step is part of the graph: pass one")
     device = device_of(model)
     optimizer_facts.parameters_of(users, dict(model.named_parameters()))
     given, of_step = shares.parse(budget)

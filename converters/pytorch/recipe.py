@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import UsageError
 
 from .. import names
 
@@ -37,7 +37,7 @@ class Scaling:
     def of(scaler: torch.amp.GradScaler) -> Scaling:
         """Return the settings of the user's scaler, whose state is read but not changed."""
         if not scaler.is_enabled():
-            raise ConversionError("the GradScaler is disabled: leave scaler out")
+            raise UsageError("the GradScaler is disabled: leave scaler out")
         now = scaler.state_dict()
         return Scaling(
             float(now["scale"]), int(now["_growth_tracker"]), float(now["growth_factor"]),
@@ -78,16 +78,16 @@ class Recipe:
     scaling: Scaling | None = None
 
     def check(self, optimizer: bool) -> None:
-        """Raise ConversionError if a setting is out of range, or needs an optimizer."""
+        """Raise UsageError if a setting is out of range, or needs an optimizer."""
         for name, limit in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if limit is not None and not limit >= 0:
-                raise ConversionError(f"{name}={limit}: give a limit of 0 or more")
+                raise UsageError(f"{name}={limit}: give a limit of 0 or more")
         if self.accumulate < 1 or self.accumulate != int(self.accumulate):
-            raise ConversionError(f"accumulate={self.accumulate}: give the number of micro-batches, 1 or more")
+            raise UsageError(f"accumulate={self.accumulate}: give the number of micro-batches, 1 or more")
         if self.average is not None and not 0 <= self.average < 1:
-            raise ConversionError(f"average={self.average}: give the decay of the average, from 0 to below 1")
+            raise UsageError(f"average={self.average}: give the decay of the average, from 0 to below 1")
         if not optimizer and (self.accumulate > 1 or self.average is not None or self.scaling):
-            raise ConversionError("accumulate, average and scaler change the update: pass the optimizer, too")
+            raise UsageError("accumulate, average and scaler change the update: pass the optimizer, too")
 
     def state(self, trained: Mapping[str, torch.Tensor]) -> Tensors:
         """Return the initial state by input name."""

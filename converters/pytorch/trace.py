@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 
 from .. import names
 from . import open_sizes, repeated
@@ -121,7 +121,7 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
             with traceback.preserve_node_meta(), eager_kernels():
                 graph = capture(flat, fakes, opset, lift)
             again = _check_repeated(step, inputs)
-    except ConversionError:
+    except (ConversionError, UsageError):
         raise
     except Exception as error:
         raise refusal(error, step.model) from error

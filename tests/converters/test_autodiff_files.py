@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx_remat.converters.autodiff import add_backward
 from onnx_remat.converters.optimizers import SGD, Adam, AdamW
 
-from onnx_remat.errors import ConversionError, ModelError
+from onnx_remat.errors import ConversionError, ModelError, UsageError
 from onnx_remat.ort import runtime
 
 pytest.importorskip("onnxruntime")
@@ -160,7 +160,7 @@ def test_outputs_to_keep() -> None:
     model = file([node("Mul", ["x", "w"], ["y"])], {"x": [2, 3]}, {"w": normal(2, 3)}, outputs=("loss", "y"))
     kept = add_backward(model, keep=["loss", "y"])
     assert [value.name for value in kept.graph.output] == ["loss", "grad.w", "y"]
-    with pytest.raises(ConversionError, match="keep: the model has no output 'z'"):
+    with pytest.raises(UsageError, match="keep: the model has no output 'z'"):
         add_backward(model, keep=["z"])
     other = file(
         [node("Mul", ["x", "w"], ["y"]), node("Neg", ["y"], ["grad.w"])], {"x": [2, 3]}, {"w": normal(2, 3)},
@@ -179,5 +179,5 @@ def test_a_file_that_is_no_model_is_no_fault_of_the_conversion(tmp_path: Path) -
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
 def test_learning_rates_are_finite_numbers_of_at_least_zero(rate: float) -> None:
     for optimizer in (SGD, Adam, AdamW):
-        with pytest.raises(ConversionError, match="a learning rate is a finite number of at least 0"):
+        with pytest.raises(UsageError, match="a learning rate is a finite number of at least 0"):
             optimizer(lr=rate)

@@ -732,7 +732,7 @@ def test_optimizers_that_count_outside_the_state_of_parameters_are_refused(where
 @pytest.mark.parametrize("option", [{"clip_norm": -1.0}, {"clip_value": float("nan")}, {"accumulate": 2.5}])
 def test_options_around_the_step_that_make_no_sense(option):
     model, optimizer = changing()
-    with pytest.raises(ConversionError, match=r"=.*: give"):
+    with pytest.raises(UsageError, match=r"=.*: give"):
         budgeted(model, None, optimizer, (torch.randn(8, 6),), **option)
 
 
@@ -872,7 +872,7 @@ def test_refusals_say_why():
         with pytest.raises(kind, match=match):
             budgeted(**given)
 
-    refused("needs an optimizer", ConversionError, optimizer=None)
+    refused("needs an optimizer", optimizer=None)
     refused("planning= needs a budget: pass budget=", planning={"effort": 1})
     batch_of_one = {"batch": (None, None)}  # would be refused later
     refused("write 50% of", budget="50", **batch_of_one)

@@ -16,7 +16,7 @@ from onnx_remat.converters.passes.simplify import simplify
 from onnx_remat.converters.tape import Tape
 
 from onnx_remat.converters import optimizers, shares
-from onnx_remat.errors import BudgetInfeasibleError, ConversionError, ModelError
+from onnx_remat.errors import BudgetInfeasibleError, ConversionError, ModelError, UsageError
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
 
@@ -88,7 +88,7 @@ def test_a_learning_rate_by_name_is_an_input():
     batch = {"input.0": np.ones(3, np.float32)}
     moved = [1 - runtime.outputs(model, {**state, **batch, "rate": np.array(r, "f")})["new.w"] for r in (0, 0.01, 0.02)]
     np.testing.assert_allclose(moved, np.outer([0, 0.01, 0.02], np.full(3, 1.5)), atol=1e-6)
-    with pytest.raises(ConversionError, match=r"the graph already has a value 'input\.0'"):
+    with pytest.raises(UsageError, match=r"the graph already has a value 'input\.0'"):
         optimizers.append(product_step(), {"w": optimizers.SGD("input.0")}, 1)
 
 

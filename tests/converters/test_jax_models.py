@@ -12,7 +12,7 @@ from onnx_remat.converters.jax import export_training_step, initial_feeds
 from onnx_remat.converters.jax.kernels import KERNELS
 
 from onnx_remat import rewrite_model
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.ir import phases
 from onnx_remat.ort import runtime
 from sample_models.networks import jax_models as zoo
@@ -156,6 +156,15 @@ def test_bad_input_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(ConversionError) as refusal:
         export_training_step(loss_fn, params, jnp.ones(3))
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_wrong_arguments_are_usage_errors() -> None:
+    def loss_fn(params, x):
+        return jnp.sum(x) * params["w"]
+
+    for options, message in (({"opset": 12}, "opset 12"), ({"batch_names": ["a", "b"]}, "2 names for 1 arrays")):
+        with pytest.raises(UsageError, match=message):
+            export_training_step(loss_fn, {"w": jnp.ones(())}, jnp.ones(3), **options)
 
 
 def test_a_wrong_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential  # noqa: E402
 
 from onnx_remat import rewrite_model  # noqa: E402
-from onnx_remat.errors import ConversionError, ModelError  # noqa: E402
+from onnx_remat.errors import ConversionError, ModelError, UsageError  # noqa: E402
 from onnx_remat.ort import runtime  # noqa: E402
 from onnx_remat.training import Loop  # noqa: E402
 from sample_models.networks import forward_models  # noqa: E402
@@ -474,8 +474,8 @@ def test_places_in_sorted_sequences():
     export_training_step(Binned(), (x, torch.randint(0, 3, (16,))), F.cross_entropy)
 
 
-def refused(match, *args, **kwargs):
-    with pytest.raises(ConversionError, match=match):
+def refused(match, *args, kind=ConversionError, **kwargs):
+    with pytest.raises(kind, match=match):
         export_training_step(*args, **kwargs)
 
 
@@ -504,12 +504,25 @@ def test_refusals_say_why():
         refused(f"{kind.__name__} {why} .*yourself", model, (x, y), F.cross_entropy, kind(model.parameters()))
     twice = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())]
     refused("two optimizers have parameter", model, (x, y), F.cross_entropy, twice)
-    refused("pass the optimizer", model, (x, y), F.cross_entropy, accumulate=2)
-    refused("1 or more", model, (x, y), F.cross_entropy, dampened, accumulate=0)
-    refused("from 0 to below 1", model, (x, y), F.cross_entropy, dampened, average=1.0)
     refused("is not in the model", model, (x, y), F.cross_entropy, torch.optim.SGD(net().parameters(), 0.1))
-    refused("no input 'x'", model, (x, y), F.cross_entropy, dynamic_dims={"x": {0: "n"}})
-    refused("a size of 1 is taken as fixed", model, (x[:1], y[:1]), F.cross_entropy, dynamic_dims={"input.0": {0: "n"}})
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("pass the optimizer", {"optimizer": None, "accumulate": 2}),
+        ("1 or more", {"accumulate": 0}),
+        ("from 0 to below 1", {"average": 1.0}),
+        ("the GradScaler is disabled", {"scaler": torch.amp.GradScaler("cpu", enabled=False)}),
+        ("no input 'x'", {"dynamic_dims": {"x": {0: "n"}}}),
+        ("a size of 1 is taken as fixed", {"dynamic_dims": {"input.0": {0: "n"}}}),
+    ],
+)
+def test_wrong_arguments_are_usage_errors(match, options):
+    model, (x, y) = net(), batch()
+    given = {"optimizer": torch.optim.SGD(model.parameters(), 0.1)} | options
+    refused(match, model, (x[:1], y[:1]), F.cross_entropy, kind=UsageError, **given)
+    refused("the batch is a int", model, 3, F.cross_entropy, kind=UsageError)
 
 
 class Around(nn.Module):

@@ -15,7 +15,7 @@ from onnx_remat.converters.pytorch import budgeted, export_training_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.errors import UsageError
 
 Pair = collections.namedtuple("Pair", ["logits", "loss"])
 
@@ -107,9 +107,9 @@ def test_smaller_batches_have_smaller_outputs():
 
 
 def test_a_part_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ConversionError, match="no tensor 'logit'; it has loss, logits"):
+    with pytest.raises(UsageError, match="no tensor 'logit'; it has loss, logits"):
         made(Classifier(Made), None, batch(), outputs=["logit"])
-    with pytest.raises(ConversionError, match="no tensor 'logits'; it has output"):
+    with pytest.raises(UsageError, match="no tensor 'logits'; it has output"):
         made(Classifier(), cross_entropy, batch(), outputs=["logits"])
 
 
