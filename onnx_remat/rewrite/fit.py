@@ -32,6 +32,7 @@ from onnx_remat.rewrite.plans import (
     first_look,
     make_plan,
     no_lower,
+    untried,
 )
 from onnx_remat.rewrite.targets import MOST_GROWN, Targets, first_target
 from onnx_remat.session.prediction import Footprint
@@ -322,9 +323,9 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
     raise TooLittleTime(
         Message(
             "{} is too short for a file of {} nodes: to write it and to ask ONNX Runtime about it takes about {:.0f} s "
-            "by itself, at this machine's present pace; try {}",
+            "by itself, at this machine's present pace; try {}; {}",
             Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), seconds_per_file,
-            Setting("time_limit", enough),
+            Setting("time_limit", enough), untried(goal.memory),
         ),
         goal.memory.original_bytes, goal.memory.floor + goal.memory.bookkeeping,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.rewrite.original import Job, Original
-from onnx_remat.rewrite.plans import TooLittleTime
+from onnx_remat.rewrite.plans import TooLittleTime, untried
 from onnx_remat.units import Budget
 
 TRIALS = 6
@@ -92,8 +92,9 @@ def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetI
     return BudgetInfeasibleError(
         Message(
             "{} is too short to search for a budget: each of up to {} trials takes about {:.0f} s here; try {}, or "
-            "give a size",
+            "give a size; {}",
             Setting("time_limit", options.time_limit), TRIALS, math.ceil(enough), Setting("time_limit", advised),
+            untried(memory),
         ),
         memory.original_bytes, memory.floor + memory.bookkeeping,
     )  # fmt: skip

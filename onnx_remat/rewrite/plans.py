@@ -193,3 +193,9 @@ def _lower(options: Options) -> Setting:
 def no_lower(least: int) -> str:
     """Return the end of a refusal: the budget in bytes below which there is no plan."""
     return f"below {format_bytes(least)} there is no plan at all"
+
+
+def untried(memory: Accounting) -> str:
+    """Return the end of a refusal for lack of time: the figures that are known without a plan."""
+    as_it_is, least = memory.original_bytes, min(memory.budget_for(memory.floor), memory.original_bytes)
+    return f"no plan was tried: the model as it is takes {format_bytes(as_it_is)}, and {no_lower(least)}"

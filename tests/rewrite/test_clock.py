@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 import time
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search import candidates
 from onnx_remat.plan.search.loading import unload
 from onnx_remat.rewrite import fit, original
+from onnx_remat.units import format_bytes
 from sample_models.chain import chain
 from tests.support import planner_problems
 
@@ -137,7 +139,10 @@ def test_a_limit_too_short_to_write_a_file_is_refused_at_once(monkeypatch, clock
         onnx_remat.BudgetInfeasibleError, match=r"time_limit=10 is too short for a file of \d+ nodes"
     ) as no:
         onnx_remat.rewrite_model(chain(16, 1024, 64), "70%", time_limit=10)
-    assert no.value.best_peak_bytes > no.value.lower_bound_bytes > 0
+    best, bound = no.value.best_peak_bytes, no.value.lower_bound_bytes
+    assert best > bound > 0
+    known = f"no plan was tried: the model as it is takes {format_bytes(best)}, and below "
+    assert re.search(f"; try time_limit=[0-9]+; {known}.*B there is no plan at all$", str(no.value))
 
 
 def test_a_plan_that_missed_is_mended_rather_than_made_from_scratch(monkeypatch):

@@ -51,7 +51,9 @@ def tried(
             raise BudgetInfeasibleError("none", 300, 300)
         return Trial(budget + more, (1000 - budget - more) / 1000)
 
-    step = Step(options, SimpleNamespace(original_bytes=1000, floor=100, bookkeeping=0), seconds_per_file)
+    step = Step(
+        options, SimpleNamespace(original_bytes=1000, floor=100, bookkeeping=0, budget_for=int), seconds_per_file
+    )
     return least_budget(step, slower, Deadline(options.time_limit), attempt).nbytes, attempts
 
 
@@ -79,7 +81,10 @@ def test_a_limit_that_nobody_set_leaves_each_trial_time_for_its_file():
 
 def test_a_limit_that_is_too_short_for_a_trial_is_refused():
     options = Options(time_limit=20.0)
-    with pytest.raises(BudgetInfeasibleError, match=r"time_limit=20 is too short .* 12 s here; try time_limit=170"):
+    with pytest.raises(
+        BudgetInfeasibleError,
+        match=r"time_limit=20 is too short .* 12 s here; try time_limit=170.* no plan was tried: ",
+    ):
         tried(0.5, options=options, seconds_per_file=6.0)
     found, attempts = tried(0.5, options=options, seconds_per_file=2.0)
     assert found < 1000 and all(seconds > 2.0 for _, _, seconds in attempts)
