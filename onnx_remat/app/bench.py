@@ -19,6 +19,7 @@ from onnx import TensorProto
 from onnx_remat import files
 from onnx_remat.app.flags import (
     Parser,
+    add_flag,
     add_flags,
     add_runtime_flag,
     check_files,
@@ -312,8 +313,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="onnx-remat-bench",
         description="Rewrite a training graph, train it and the original on stock ONNX Runtime, and compare measured "
-        "peak, step time, losses, and the errors of the predictions. Budget and peaks are the sum of tensors in "
-        "onnxruntime's own session (onnx-remat --for session); with --max-batch, what --for says.",
+        "peak, step time, losses, and the errors of the predictions. It plans for onnxruntime's own session, in which "
+        "it measures (onnx-remat --for session), not for a loop, the default of onnx-remat: budget and peaks are the "
+        "sum of tensors. With --max-batch nothing is measured, and a budget covers what --for says.",
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
@@ -330,7 +332,12 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print one row of a Markdown table per graph")
     parser.add_argument("--json", metavar="PATH|-", help="also write the results as JSON (- is standard output)")
-    add_flags(parser, effort="10s")
+    planning = add_flags(parser, effort="10s", without=("run_by",))
+    add_flag(
+        planning, "run_by",
+        help="for a largest batch: what will train with the file, loop (default) or session, see onnx-remat -h; "
+        "otherwise it is always a session",
+    )  # fmt: skip
     return parser
 
 

@@ -175,3 +175,10 @@ def test_a_search_for_the_largest_batch_takes_no_flags_of_training(tmp_path, cap
     assert bench.main([*search, "--budget", "1MB", "--markdown"]) == 2
     assert "--max-batch trains nothing: leave --markdown out" in capsys.readouterr().err
     assert bench.main([*search, "--budget", "20kB"]) == 3  # not even one row fits
+
+
+def test_the_help_says_what_is_planned_for():
+    """`onnx-remat` plans for a loop by default, and this command measures plain sessions."""
+    text = " ".join(bench.build_parser().format_help().split())
+    assert "It plans for onnxruntime's own session" in text and "not for a loop, the default of onnx-remat" in text
+    assert "for a largest batch: what will train with the file" in text
