@@ -123,14 +123,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given and given[0] in COMMANDS:
         return guarded("onnx-remat " + given[0], getattr(commands, given[0]), given[1:])
     if given and given[0] == "rewrite" and not Path("rewrite").exists():
-        given = given[1:]
-    return guarded("onnx-remat", _rewrite, given)
+        return guarded("onnx-remat", _rewrite, given[1:])
+    return guarded("onnx-remat", _unnamed, given)
+
+
+def _unnamed(arguments: Sequence[str]) -> int:
+    """Rewrite without the command's name; raise UsageError where the first word may be a name, and is none."""
+    word = arguments[0] if arguments else ""
+    may_be_name = word and word.replace("-", "").isidentifier() and not word.startswith("-")
+    meant = did_you_mean("onnx-remat-bench" if word == "bench" else word, ("rewrite", *COMMANDS, "onnx-remat-bench"))
+    is_there = Path(word).exists() or Path(word).is_symlink()
+    if (meant or may_be_name) and completion.words() is None and not is_there:
+        raise UsageError(f"no command and no file {word!r}{meant or ': onnx-remat -h lists the commands'}")
+    return _rewrite(arguments)
 
 
 def _rewrite(arguments: Sequence[str]) -> int:
-    meant = did_you_mean(arguments[0], ("rewrite", *COMMANDS)) if arguments else ""
-    if meant and not Path(arguments[0]).exists():
-        raise UsageError(f"no command and no file {arguments[0]!r}{meant}")
     parser = build_parser()
     if not arguments and completion.words() is None:
         parser.print_help()

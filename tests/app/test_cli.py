@@ -111,6 +111,14 @@ def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home,
 def test_a_mistyped_command_is_reported(home, capsys):
     code, _, err = cli(capsys, "chekc", "in.onnx")
     assert (code, err) == (2, "onnx-remat: error: no command and no file 'chekc'; did you mean 'check'?\n")
+    for word, hint in (
+        ("frobnicate", ": onnx-remat -h lists the commands"),
+        ("bench", "; did you mean 'onnx-remat-bench'?"),
+    ):
+        code, _, err = cli(capsys, word, "in.onnx", "--budget", "60%")
+        assert (code, err) == (2, f"onnx-remat: error: no command and no file {word!r}{hint}\n")
+    code, _, err = cli(capsys, "rewrite", "frobnicate", "out.onnx", "--budget", "60%")
+    assert (code, err) == (4, "onnx-remat: error: cannot read frobnicate: No such file or directory\n")
     (home / "swep").write_bytes((home / "in.onnx").read_bytes())
     assert cli(capsys, "swep", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
 
