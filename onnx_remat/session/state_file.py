@@ -26,6 +26,11 @@ _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
     "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+_OTHER_ENDINGS = frozenset(
+    (".npz", ".npy", ".pt", ".pth", ".ckpt", ".onnx", ".ort", ".pkl", ".pickle", ".h5", ".hdf5", ".keras", ".pb",
+     ".msgpack", ".gguf", ".json", ".csv", ".txt", ".zip", ".tar", ".gz")
+)  # fmt: skip
+"""Endings of other formats, whose readers would take a file for damaged."""
 _MOST_HEADER = 100_000_000  # bytes: the limit in the format
 
 
@@ -57,10 +62,12 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
     Raises
     ------
     UsageError
-        The format does not have the type of an array.
+        The format does not have the type of an array, or the path ends as another format's files do.
     ModelError
         The disk cannot store the file.
     """
+    if (ending := Path(path).suffix.lower()) in _OTHER_ENDINGS:
+        raise UsageError(f"cannot save to {path}: the file is a safetensors file, no {ending}; use .safetensors")
     header: dict[str, Any] = {"__metadata__": {"format": "np"}}
     at = 0
     for name, (dtype, shape) in kinds.items():

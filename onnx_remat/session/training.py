@@ -172,6 +172,11 @@ class Loop:
         """Write the current values of all inputs to a safetensors file; resumed training is bit-identical.
 
         The file does not contain the state of random generators inside onnxruntime (Dropout's).
+
+        Raises
+        ------
+        UsageError
+            The path ends as files of another format do (``.npz``, ``.pt``, ...).
         """
         self._check_whole()
         state_file.write(path, self._runner.arrays())

@@ -271,6 +271,17 @@ def test_a_type_that_the_format_lacks_is_named(tmp_path):
     assert not (tmp_path / "f").exists()
 
 
+@pytest.mark.parametrize("ending", [".npz", ".NPY", ".pt", ".pth", ".ckpt", ".onnx"])
+def test_a_state_is_not_saved_under_the_ending_of_another_format(tmp_path, ending):
+    """numpy.load would take it for damaged; files without an ending, and with unknown ones, are written."""
+    arrays = {"w": np.ones(3, np.float32)}
+    with pytest.raises(UsageError, match=rf"cannot save to .*{ending}: the file is a safetensors file, .* use .safet"):
+        state_file.write(tmp_path / f"state{ending}", arrays)
+    assert not list(tmp_path.iterdir())
+    state_file.write(tmp_path / "state.v1", arrays)
+    assert state_file.names(tmp_path / "state.v1") == ("w",)
+
+
 def test_a_first_state_asks_for_sizes_that_are_open(tmp_path):
     model = mlp(layers=2, batch=4, width=3)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
