@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from onnx_remat.errors import UsageError
+from onnx_remat.messages import Setting
 
 _UNITS = {"b": 1} | {
     prefix + suffix: base**power
@@ -226,6 +227,23 @@ def check_dims(dims: object) -> dict[str, int]:
         if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, Integral) or size < 0:
             raise UsageError(f"dims must map names to whole numbers, not {name!r:.100} to {size!r:.100}")
     return {name: int(size) for name, size in dims.items()}
+
+
+def check_threads(threads: object) -> int:
+    """Return a number of threads as a Python int, 0 for the default.
+
+    >>> check_threads(2), check_threads(0)
+    (2, 0)
+
+    Raises
+    ------
+    UsageError
+        `threads` is not a whole number of 0 or more.
+    """
+    if isinstance(threads, bool) or not isinstance(threads, Integral) or threads < 0:
+        given = Setting("threads", threads)
+        raise UsageError("{} is not a number of threads: use 1 or more, or leave {} out", given, Setting("threads"))
+    return int(threads)
 
 
 def format_bytes(size: int) -> str:

@@ -21,7 +21,7 @@ from onnx_remat.options import parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
-from onnx_remat.units import Budget
+from onnx_remat.units import Budget, check_threads
 
 from .. import plan_cache, shares
 from . import kernels
@@ -195,7 +195,7 @@ def budgeted(
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
     threads : int
-        Threads of a step; by default as many as ONNX Runtime chooses.
+        Threads of a step; by default (0) as many as ONNX Runtime chooses.
     progress : bool
         Show the stage on standard error while the step is made: with the time on a terminal, else in a line each.
 
@@ -204,6 +204,7 @@ def budgeted(
     ConversionError, OnnxRematError
         The step cannot be exported, see `export_training_step`, or no plan fits the budget.
     """
+    threads = check_threads(threads)
     if optimizer is None:
         raise UsageError("budgeted needs an optimizer, whose update is part of the step: pass one of optax")
     given, of_step = shares.parse(budget)

@@ -12,6 +12,7 @@ import torch
 from onnx_remat.app.progress import Progress
 from onnx_remat.errors import UsageError
 from onnx_remat.messages import Setting
+from onnx_remat.units import check_threads
 
 from .. import shares
 from . import optimizer_facts
@@ -96,7 +97,7 @@ def budgeted(
     planning : mapping, optional
         Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
     threads : int
-        Threads of a step; by default as many as PyTorch has, `torch.get_num_threads`.
+        Threads of a step; by default (0) as many as PyTorch has, `torch.get_num_threads`.
     progress : bool
         Show the stage on standard error while the step is made: with the time on a terminal, else in a line each.
 
@@ -107,10 +108,13 @@ def budgeted(
 
     Raises
     ------
+    UsageError
+        An argument is wrong.
     ConversionError, OnnxRematError
         The step cannot be exported, see `export_training_step`, or no plan fits the budget.
     """
     users = optimizer_facts.each(optimizer)
+    threads = check_threads(threads)
     if not users:
         raise UsageError("budgeted needs an optimizer, whose step is part of the graph: pass one")
     device = device_of(model)

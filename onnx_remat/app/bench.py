@@ -40,7 +40,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.rewrite.plans import TooLittleTime
-from onnx_remat.units import format_bytes, parse_budget, table
+from onnx_remat.units import check_threads, format_bytes, parse_budget, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +161,13 @@ def benchmark(
     Raises
     ------
     UsageError
-        `steps` is below 2.
+        `steps` is below 2, or `threads` is negative.
     OnnxRematError
         As in `rewrite_model`; or ONNX Runtime lacks the provider; or the model does not run.
     """
     if steps < 2:
         raise UsageError("a benchmark needs at least 2 steps")
+    threads = check_threads(threads)
     of_sessions(options, "the benchmark")
     _check_names(model, state)
     provider = options.get("provider", "cpu")

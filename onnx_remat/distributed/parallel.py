@@ -35,6 +35,7 @@ from onnx_remat.session import heap, state_file
 from onnx_remat.session.interface import Formal, check_loss, check_state
 from onnx_remat.session.plan_session import BY_BITS
 from onnx_remat.session.session import Session, seed_draws
+from onnx_remat.units import check_threads
 
 if TYPE_CHECKING:
     from onnx_remat.ir import model_io
@@ -123,6 +124,7 @@ class DataParallel:
         seed: int | None = None,
         **options: Unpack[PlanningOptions],
     ) -> None:
+        threads = check_threads(threads)
         self._settings = Settings(zero, clip_norm, wire, buffers, bucket, seed)
         self._ranks = collectives.Ranks()
         self.rank, self.ranks = self._ranks.rank, self._ranks.count

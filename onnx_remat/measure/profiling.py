@@ -20,6 +20,7 @@ from onnx_remat.errors import UsageError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.measure import processes
 from onnx_remat.ort import runtime
+from onnx_remat.units import check_threads
 
 Event = dict[str, Any]
 
@@ -90,7 +91,7 @@ def profile(
     Raises
     ------
     UsageError
-        `runs` or `steps` is not positive, or `dims` names an unknown dimension.
+        `runs` or `steps` is not positive, `threads` is negative, or `dims` names an unknown dimension.
     ShapeError
         A symbolic dimension is not bound.
     VerificationError
@@ -98,6 +99,7 @@ def profile(
     """
     if runs < 1 or steps < 1:
         raise UsageError("a profile needs at least one run of one step")
+    threads = check_threads(threads)
     shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
     how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
     with runtime.as_step(path) as step:

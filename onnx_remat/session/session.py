@@ -32,6 +32,7 @@ from onnx_remat.session.interface import check_mapping
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
+from onnx_remat.units import check_threads
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -135,6 +136,7 @@ class Session:
             raise UsageError("memory_limit and cuda_graph are for a device: not with provider 'cpu'")
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
+        threads = check_threads(threads)
         heap.give_back_large_blocks()
         donate = donate if isinstance(donate, bool) else dict(donate)
         self.renewals: Mapping[str, str] = {} if isinstance(donate, bool) else donate

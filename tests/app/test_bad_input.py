@@ -118,6 +118,12 @@ ARGUMENTS = [
     Bad("sweep over IN", ["sweep", "in.onnx", "--json", "./in.onnx"], USAGE, "is the input"),
     Bad("sweep over the data of IN", ["sweep", "ext.onnx", "--json", "ext.bin"], USAGE, "data of the model"),
     Bad("sweep of no end", ["sweep", "in.onnx", "--points", "99999999999"], USAGE, "points"),
+    Bad(
+        "profile with fewer threads than none",
+        ["profile", "in.onnx", "p.json", "--threads", "-1"],
+        USAGE,
+        "--threads -1 is not a number of threads: use 1 or more, or leave --threads out",
+    ),
     Bad("profile over IN", ["profile", "in.onnx", "in.onnx", "--force"], USAGE, "is the input"),
     Bad("profile over the data of IN", ["profile", "ext.onnx", "ext.bin", "--force"], USAGE, "data of the model"),
     Bad(

@@ -873,6 +873,7 @@ def test_refusals_say_why():
             budgeted(**given)
 
     refused("needs an optimizer", optimizer=None)
+    refused("threads=-1 is not a number of threads", threads=-1)
     refused("planning= needs a budget: pass budget=", planning={"effort": 1})
     batch_of_one = {"batch": (None, None)}  # would be refused later
     refused("write 50% of", budget="50", **batch_of_one)

@@ -381,6 +381,9 @@ def test_sizes_are_those_of_onnx_runtime_where_onnx_computes_others(level, fuse)
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(UsageError, match="provider 'tpu'"):
         Session(SAMPLE, provider="tpu")
+    for threads in (-1, 2.5, True):
+        with pytest.raises(UsageError, match=r"threads=.* is not a number of threads: use 1 or more"):
+            Session(SAMPLE, threads=threads)
     with pytest.raises(UsageError, match="level must be one of"):
         Session(SAMPLE, level="most")
     with pytest.raises(UsageError, match="not int"):
