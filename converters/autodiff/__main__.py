@@ -89,6 +89,7 @@ def _run(arguments: Sequence[str]) -> int:
         say(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")
     if known.get("check.untold", "0") != "0":
         say(f"{known['check.untold']} of them are too small, on the check's inputs, for an error to show")
+    say(f"\nwrote {', '.join(map(str, filter(None, (given.out, values))))}")
     return 0
 
 

@@ -563,12 +563,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     step, first = onnx.load(target), dict(np.load(values))
     made = runtime.outputs(step, first | {"x": np.ones((4, 3), np.float32), "target": np.zeros(4, np.int64)})
     assert made["new.state.w0.step"] == 1
-    assert "gradients agree with differences of the loss" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gradients agree with differences of the loss" in out and out.endswith(f"\nwrote {target}, {values}\n")
     assert main(arguments) == 2  # exists
     target.unlink()
     assert main(arguments) == 2 and not target.exists()  # the values exist
     assert main([*arguments[:-1], str(values.with_suffix(""))]) == 2 and not target.exists()
     assert main([*arguments[:-1], str(values), "--force", "--example", str(values)]) == 0  # state among the examples
+    assert main([*arguments[:-1], str(values.with_name("second")), "--force", "--example", str(values)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {target}, {values.with_name('second.npz')}\n")
     target.unlink()
     assert main([*arguments[:-1], str(tmp_path / "no" / "first.npz"), "--force"]) == 2 and not target.exists()
     bad = tmp_path / "bad.onnx"
