@@ -28,11 +28,13 @@ def first_target(goal: Goal) -> int:
 class Targets:
     """Choose the target peak, in bytes, of each plan in turn, until a file keeps the budget and uses it up.
 
-    Where the file as executed exceeds the budget, the next plan has a tighter target. The bytes that the arena adds, or
-    that fusion saves, are not a simple function of the target: where the budget covers them, the search bisects between
-    the last target that was too large and the first that was not. A tighter plan recomputes more, and each recomputed
-    node adds bookkeeping: where files get larger, or that bookkeeping is what exceeds the budget, and no plan is
-    tighter, the search goes on above the targets before, with none of their plans, which recompute too much.
+    Where the file as executed exceeds the budget, the next plan has a target that is tighter by the excess; by twice as
+    much for each file in a row that got smaller by less than half of that, since small steps often find the same plan.
+    The bytes that the arena adds, or that fusion saves, are not a simple function of the target: where the budget
+    covers them, the search bisects between the last target that was too large and the first that was not. A tighter
+    plan recomputes more, and each recomputed node adds bookkeeping: where files get larger and exceed the budget by
+    more than the margin, or that bookkeeping is what exceeds it, and no plan is tighter, the search goes on above the
+    targets before, with none of their plans, which recompute too much.
 
     Attributes
     ----------
@@ -45,6 +47,8 @@ class Targets:
         Of the targets that were tightened.
     larger_in_a_row : int
         Files, or missing plans, in a row that were larger than one before.
+    stalled_in_a_row : int
+        Files in a row that got smaller by less than half of what the file before exceeds the budget by.
     files_before_going_above : int
         How many files there were when the search went on above; 0 before.
     missed_is_limit : bool
@@ -62,6 +66,7 @@ class Targets:
     missed: int = 0
     highest: int = 0
     larger_in_a_row: int = 0
+    stalled_in_a_row: int = 0
     files_before_going_above: int = 0
     missed_is_limit: bool = False
     excess_is_bookkeeping: bool = False
@@ -100,6 +105,8 @@ class Targets:
             Bytes that the file takes, its plan's peak, and the part of `file` that is bookkeeping.
         """
         memory, allowed, target = self.goal.memory, self.goal.allowed, self.next
+        stalled = self.files and 2 * (self.files[-1] - file) < self.files[-1] - allowed
+        self.stalled_in_a_row = self.stalled_in_a_row + 1 if stalled else 0
         self.files.append(file)
         self.larger_in_a_row = self.larger_in_a_row + 1 if file > min(self.files) else 0
         self.excess_is_bookkeeping = bookkeeping - memory.bookkeeping > file - allowed > MARGIN * allowed
@@ -108,14 +115,15 @@ class Targets:
             if memory.is_used_up(allowed - file, allowed, missed=self.missed > 0):
                 return False
             self.next = (self.kept + self.missed) // 2 if self.missed else target + allowed - file
-        elif not self.kept and self.larger_in_a_row == MOST_GROWN:
+        elif not self.kept and self.larger_in_a_row == MOST_GROWN and file - allowed > MARGIN * allowed:
             self.go_above()
         elif self.missed_is_limit and self.excess_is_bookkeeping:  # with more room a plan recomputes less
             self.kept = self.highest = target
             self.next = (target + self.missed) // 2
         else:  # less by the excess, and less than the peak of this plan
             self.missed, self.highest, self.missed_is_limit = min(target, peak), max(self.highest, target), False
-            self.next = min(memory.tighter(target, file, allowed), self.missed - 1)
+            step = (target - memory.tighter(target, file, allowed)) << self.stalled_in_a_row
+            self.next = min(target - step, self.missed - 1)
             if self.kept:
                 self.next = (self.kept + self.missed) // 2
         return not self.kept > self.missed * _CLOSE_ENOUGH > 0
