@@ -7,6 +7,7 @@ Python as ``budget=5000000``, on the command line as ``--budget 5000000B``.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -179,6 +180,23 @@ def _unpacked(value: Any) -> object:
     return Word(value["word"]) if "word" in value else {name: _unpacked(each) for name, each in value["of"].items()}
 
 
+def json_text(data: object) -> str:
+    """Return data as JSON, which has no NaN and no infinity: they become null.
+
+    >>> print(json_text({"losses": (1.5, float("nan"))}).replace("\\n", ""))
+    {  "losses": [    1.5,    null  ]}
+    """
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(data: object) -> object:
+    if isinstance(data, Mapping):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
 @dataclass(frozen=True, slots=True)
 class Finding(ABC):
     """A command's result: a record whose fields are the keys of its JSON."""
@@ -192,7 +210,7 @@ class Finding(ABC):
 
     def to_json(self) -> str:
         """Return the finding as a JSON object."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json_text(self.to_dict())
 
     @abstractmethod
     def lines(self) -> list[str]:

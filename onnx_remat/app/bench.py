@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import importlib.util
+import math
 import platform
 import statistics
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Unpack
 
 import numpy as np
+import onnx
 from onnx import TensorProto
 
 from onnx_remat import files
@@ -34,7 +38,7 @@ from onnx_remat.ir.state import with_state
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.measure.profiling import node_seconds, profile
-from onnx_remat.messages import Finding, Setting
+from onnx_remat.messages import Finding, Setting, Word, first_line, json_text
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
@@ -81,7 +85,8 @@ class Benchmark(Finding):
     exact : bool
         With graph optimisations off and one thread, are all losses equal to the last bit?
     loss_distance : float
-        With default options, the largest difference of a step's two losses, relative to the larger one.
+        With default options, the largest difference of a step's two losses, relative to the larger one; 0 where both
+        are NaN, infinite where only one of them is.
     warnings : tuple of str
         See `Report.warnings`.
     """
@@ -118,11 +123,13 @@ class Benchmark(Finding):
             for i in sorted({0, last // 4, last // 2, 3 * last // 4, last})
         ]
         lines = table(rows)
+        lost = [sum(map(math.isnan, side.losses)) for side in (a, b)]
         bits = "equal to the last bit" if self.exact else "NOT equal"
         lines += [
             f"step time {self.measured_overhead:+.1%} measured, {self.predicted_overhead:+.1%} predicted",
             f"{len(a.losses)} losses: {bits} with graph optimisations off, "
             f"within {self.loss_distance:.1e} of each other with default options",
+            *([f"{lost[0]} losses of the original and {lost[1]} of the rewritten are NaN"] if any(lost) else []),
             f"{self.provider}, {self.machine}",
         ]
         return lines
@@ -169,7 +176,7 @@ def benchmark(
         raise UsageError("a benchmark needs at least 2 steps")
     threads = check_threads(threads)
     of_sessions(options, "the benchmark")
-    _check_names(model, state)
+    _check_initial(model, state, options.get("dims", {}), python)
     provider = options.get("provider", "cpu")
     if python == sys.executable:
         runtime.check_provider(kernels_of(provider).execution_providers[0])
@@ -209,23 +216,54 @@ def benchmark(
     ]
     return Benchmark(
         title, report.budget, provider, machine(), sides[0], sides[1], report.extra_compute + idle / seconds[0],
-        seconds[1] / seconds[0] - 1, plain[0] == plain[1], _distance(runs[0].losses, runs[1].losses),
+        seconds[1] / seconds[0] - 1, _same(*plain), _distance(runs[0].losses, runs[1].losses),
         report.warnings,
     )  # fmt: skip
 
 
-def _check_names(model: Path, state: str) -> None:
-    """Raise UsageError where an ``.npz`` of initial values cannot be read, or names what the model does not read."""
-    if Path(state).suffix != ".npz":
+def _check_initial(model: Path, state: str, dims: Mapping[str, int], python: str) -> None:
+    """Raise UsageError where initial values cannot be read, or an ``.npz`` of them does not suit the model."""
+    if not state:
         return
-    inputs = {value.name for value in model_io.load(model).model.graph.input}
+    if not Path(state).exists():
+        raise UsageError(f"{state} cannot be read as initial values: there is no such file")
+    if Path(state).suffix != ".npz":
+        if python == sys.executable and not _reads_checkpoints():
+            with_training = Setting("python", Word("PYTHON"))
+            raise UsageError(
+                "{} is not an .npz of initial values: give one, or for a checkpoint {} with onnxruntime-training",
+                state, with_training,
+            )  # fmt: skip
+        return
+    inputs = {value.name: value.type.tensor_type for value in model_io.load(model).model.graph.input}
     try:
         with np.load(state) as given:
-            unknown = [name for name in given.files if name not in inputs]
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise UsageError(f"{state} cannot be read as initial values: {error}") from error
-    if unknown:
-        raise UsageError(f"{state}: the model has no input {unknown[0]!r}{did_you_mean(unknown[0], inputs)}")
+            if unknown := [name for name in given.files if name not in inputs]:
+                raise UsageError(f"{state}: the model has no input {unknown[0]!r}{did_you_mean(unknown[0], inputs)}")
+            for name in given.files:
+                _check_value(f"{state}: input {name!r}", given[name], inputs[name], dims)
+    except UsageError:
+        raise
+    except (OSError, ValueError, TypeError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UsageError(f"{state} cannot be read as initial values: {first_line(error)}") from error
+
+
+def _check_value(what: str, value: np.ndarray, formal: onnx.TypeProto.Tensor, dims: Mapping[str, int]) -> None:
+    """Raise UsageError where an array does not have the shape of an input, or cannot be cast to its type."""
+    dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(formal.elem_type))
+    if dtype.kind in "biuf" and not np.can_cast(value.dtype, dtype, "same_kind"):
+        raise UsageError(f"{what} is of type {dtype}, not {value.dtype}")
+    if not formal.HasField("shape"):
+        return
+    sizes = [d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param) for d in formal.shape.dim]
+    if len(sizes) != value.ndim or any(b not in (None, a) for a, b in zip(value.shape, sizes, strict=True)):
+        shape = [d.dim_param or "?" if size is None else size for d, size in zip(formal.shape.dim, sizes, strict=True)]
+        raise UsageError(f"{what} has shape ({', '.join(map(str, shape))}), not {value.shape}")
+
+
+def _reads_checkpoints() -> bool:
+    """Is onnxruntime-training installed here?"""
+    return runtime.available() and importlib.util.find_spec("onnxruntime.training") is not None
 
 
 _FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -243,8 +281,19 @@ def _loss(result: Result) -> str:
     return found[0]
 
 
+def _same(first: Sequence[float], second: Sequence[float]) -> bool:
+    return np.array_equal(first, second, equal_nan=True)
+
+
 def _distance(first: Sequence[float], second: Sequence[float]) -> float:
-    return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in zip(first, second, strict=True))
+    """Return the largest relative difference; infinite where only one loss of a step is NaN, or is that infinity."""
+    return max(_apart(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _apart(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b), 1e-30) if math.isfinite(a - b) else math.inf
 
 
 def machine() -> str:
@@ -362,20 +411,41 @@ def _markdown(b: Benchmark, budget: str) -> str:
     )
 
 
-def _check_alone(given: argparse.Namespace) -> None:
-    """Raise UsageError where a flag says how to train: a search for the largest batch trains nothing."""
+def _check_together(given: argparse.Namespace) -> None:
+    """Raise UsageError for flags that exclude each other.
+
+    A search for the largest batch trains nothing, and standard output takes a table or JSON.
+    """
+    if given.markdown and given.json == "-":
+        both = Setting("markdown"), Setting("json", "-")
+        raise UsageError("{} and {} both write to standard output: give {}", *both, Setting("json", Word("FILE")))
     unused = [name for name in ("json", "markdown", "initial") if getattr(given, name)]
     if given.max_batch and unused:
         raise UsageError("{} trains nothing: leave {} out", Setting("max_batch"), Setting(unused[0]))
 
 
+def _readable(paths: Sequence[str]) -> dict[str, model_io.Source]:
+    """Return the models that can be read; `benchmark` refuses the others by name."""
+    sources = {}
+    for path in paths:
+        with contextlib.suppress(OnnxRematError, OSError):
+            sources[path] = model_io.load(path)
+    return sources
+
+
 def _run(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     options = planning_options(given)
-    _check_alone(given)
+    _check_together(given)
     if given.json not in (None, "-"):
-        sources = {path: model_io.load(path) for path in given.input}
-        check_files(sources, None, [("--json", given.json)], given.costs, initial=given.initial, runtime=given.runtime)
+        check_files(
+            _readable(given.input),
+            None,
+            [("--json", given.json)],
+            given.costs,
+            initial=given.initial,
+            runtime=given.runtime,
+        )
     found, refused = [], 0
     if given.markdown:
         say(_HEAD)
@@ -407,6 +477,6 @@ def _run(arguments: Sequence[str]) -> int:
         spread = statistics.median(abs(r.measured_overhead - r.predicted_overhead) for r in found)
         say(f"\n{machine()}; predicted step time off by {100 * spread:.1f} points in the median")
     if given.json:
-        text = json.dumps([r.to_dict() for r in found], indent=2)
+        text = json_text([r.to_dict() for r in found])
         say(text) if given.json == "-" else files.write_text(text + "\n", given.json)
     return refused

@@ -169,6 +169,76 @@ def test_initial_values_are_looked_at_before_anything_runs(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.npz", "there is no such file"),
+        ("text.bin", "not an .npz of initial values: give one, or for a checkpoint --runtime PYTHON"),
+        ("shape.npz", "input 'w0' has shape (4, 4), not (3,)"),
+        ("rank.npz", "input 'x' has shape (8, 4), not (8, 4, 1)"),
+        ("type.npz", "input 'w0' is of type float32, not complex128"),
+        ("words.npz", "input 'w0' is of type float32, not <U4"),
+        ("objects.npz", "cannot be read as initial values: Object arrays"),
+    ],
+)
+def test_initial_values_that_do_not_suit_the_model_are_refused_in_one_line(name, message, tmp_path, capsys):
+    onnx.save(mlp(layers=2, batch=8, width=4), tmp_path / "in.onnx")
+    (tmp_path / "text.bin").write_text("hi")
+    arrays = {"shape": np.zeros(3), "type": np.zeros((4, 4), complex), "words": np.full((4, 4), "zero")}
+    for stem, array in (*arrays.items(), ("objects", np.full((4, 4), None))):
+        np.savez(tmp_path / f"{stem}.npz", w0=array)
+    np.savez(tmp_path / "rank.npz", x=np.zeros((8, 4, 1)))
+    flags = ["--budget", "50%", "--steps", "2", "--initial", str(tmp_path / name)]
+    assert bench.main([str(tmp_path / "in.onnx"), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line and message in line
+
+
+def test_losses_that_are_no_numbers_are_far_from_numbers_and_equal_to_each_other():
+    nan, inf = float("nan"), float("inf")
+    assert bench._distance((1.0, 2.0), (1.0, nan)) == bench._distance((nan, 2.0), (1.0, 2.0)) == inf
+    assert bench._distance((1.0, inf), (1.0, 2.0)) == bench._distance((inf,), (-inf,)) == inf
+    assert bench._distance((1.0, nan, inf), (1.0, nan, inf)) == 0 and bench._distance((1.0, 2.0), (1.0, 4.0)) == 0.5
+    assert bench._same((1.0, nan), (1.0, float("nan"))) and not bench._same((1.0, nan), (1.0, 2.0))
+
+
+def result_of(*losses):
+    sides = [bench.Side(100, 100, 0.1, each) for each in losses]
+    return bench.Benchmark("step", 90, "cpu", "here", *sides, 0.0, 0.0, True, bench._distance(*losses))
+
+
+def test_losses_that_are_no_numbers_are_null_in_json_and_counted_in_the_text(tmp_path, monkeypatch):
+    def refused(constant):
+        raise ValueError(constant)
+
+    onnx.save(mlp(layers=2), tmp_path / "in.onnx")
+    found = result_of((1.0, 2.0), (1.0, float("nan")))
+    monkeypatch.setattr(bench, "benchmark", lambda *_, **__: found)
+    assert bench.main([str(tmp_path / "in.onnx"), "--budget", "50%", "--json", str(tmp_path / "b.json")]) == 0
+    (read,) = json.loads((tmp_path / "b.json").read_text(), parse_constant=refused)
+    assert read == json.loads(found.to_json(), parse_constant=refused)
+    assert read["rewritten"]["losses"] == [1.0, None] and read["loss_distance"] is None
+    assert "0 losses of the original and 1 of the rewritten are NaN" in found.to_text().splitlines()
+    assert "NaN" not in result_of((1.0, 2.0), (1.0, 2.0)).to_text()
+
+
+def test_a_file_that_cannot_be_read_does_not_keep_the_others_from_json(tmp_path, capsys, monkeypatch):
+    onnx.save(mlp(layers=2), tmp_path / "in.onnx")
+    real, known = bench.benchmark, {str(tmp_path / "in.onnx"): result_of((1.0,), (1.0,))}
+    monkeypatch.setattr(bench, "benchmark", lambda path, *a, **k: known.get(str(path)) or real(path, *a, **k))
+    flags = ["--budget", "50%", "--json", str(tmp_path / "b.json")]
+    assert bench.main([str(tmp_path / "none.onnx"), str(tmp_path / "in.onnx"), *flags]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "none.onnx" in line and len(json.loads((tmp_path / "b.json").read_text())) == 1
+
+
+def test_a_table_and_json_do_not_share_standard_output(tmp_path, capsys):
+    onnx.save(mlp(layers=2), tmp_path / "in.onnx")
+    assert bench.main([str(tmp_path / "in.onnx"), "--budget", "50%", "--markdown", "--json", "-"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "--markdown and --json - both write to standard output: give --json FILE" in err
+
+
 def test_a_search_for_the_largest_batch_takes_no_flags_of_training(tmp_path, capsys):
     onnx.save(mlp(layers=2, width=64, dims="batch"), tmp_path / "in.onnx")
     search = [str(tmp_path / "in.onnx"), "--max-batch", "batch", "--for", "session", "--effort", "0.05s"]
