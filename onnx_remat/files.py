@@ -69,6 +69,15 @@ def resolved(path: PathLike) -> Path:
     return Path(path).resolve()
 
 
+def reopened(path: PathLike) -> Path:
+    """Return a path that names the same file in another process: ``/dev/stdin`` and ``/proc/self`` name others there.
+
+    >>> str(reopened("models/step.onnx"))
+    'models/step.onnx'
+    """
+    return Path(path).resolve() if str(Path(path).absolute()).startswith(("/dev/", "/proc/")) else Path(path)
+
+
 def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path:
     """Return `target` as a path; UsageError where it cannot be written or would overwrite a file without `force`."""
     path = Path(target)

@@ -23,9 +23,10 @@ from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
 from onnx_remat.ort.moves import UP
+from onnx_remat.ort.peaks import held
 from onnx_remat.session.prediction import predict
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import planned
+from onnx_remat.write.decided import RECOMPUTE_KEY, planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,9 @@ class CheckResult(Finding):
     recomputed, control_edges : int
         Number of recomputed nodes and of control edges in the plan.
     recomputed_lost, control_edges_lost : tuple of str
-        Outputs of those that no node of the file produces now: merged, folded or fused away. An edge whose axes became
-        a constant is lost too: it orders nothing.
+        Outputs of those that no node of the file produces now: merged, folded or fused away. A recomputed node that
+        became an Identity is lost too, since it only passes on a kept value; so is an edge whose axes became a
+        constant, which orders nothing.
     budget : int
         Budget of the plan in bytes.
     peaks_by_level : dict of str to int
@@ -62,6 +64,9 @@ class CheckResult(Finding):
         Whether the file was run.
     run_by : str
         Who runs the file, see `Options`: the budget of a loop's covers more than tensors.
+    reserved : int or None
+        Predicted bytes with ONNX Runtime's arena, the highest of the levels that the budget covers; None where the
+        budget does not cover the arena.
     """
 
     schema: ClassVar[str] = "onnx-remat/check/1"
@@ -81,13 +86,14 @@ class CheckResult(Finding):
     level: str = "every"
     ran: bool = False
     run_by: str = "session"
+    reserved: int | None = None
 
     @property
     def kept(self) -> bool:
         """Does the file keep its budget, simulated and, where it was run, measured?"""
         if self.trained is not None or self.run_by == "loop":
             return self.trained is not None and self.trained <= self.budget
-        known = [peak for peak in (self._simulated(), self.measured) if peak is not None]
+        known = [peak for peak in (self._simulated(), self.measured, self.reserved) if peak is not None]
         return bool(known) and max(known) <= self.budget
 
     @property
@@ -102,7 +108,7 @@ class CheckResult(Finding):
         simulated = self._simulated()
         if simulated is None and self.recomputed_lost:  # then it is no longer the file that was planned
             simulated = max(self.peaks_by_level.values())
-        return (simulated or 0) > self.budget or measured
+        return max(simulated or 0, self.reserved or 0) > self.budget or measured
 
     def _simulated(self) -> int | None:
         """Return the highest simulated peak that the budget covers, in bytes; None where its level is not simulated."""
@@ -141,6 +147,8 @@ class CheckResult(Finding):
         else:
             peak, beyond = format_bytes(self.measured), format_bytes(self.beyond)
             lines.append(f"the file runs: measured peak {peak} of tensors (plus {beyond} of pages and bookkeeping)")
+        if self.reserved is not None:
+            lines.append(f"with ONNX Runtime's arena it takes {format_bytes(self.reserved)} (predicted)")
         if self.trained is not None:
             lines.append(f"training by Session or Loop takes {format_bytes(self.trained)} (predicted)")
         budget = format_bytes(self.budget)
@@ -191,6 +199,8 @@ def check(
         The file is not a model, or contains no plan: it was not rewritten, or a tool dropped its metadata.
     VerificationError
         The file fails when it is run.
+    UsageError
+        The model has no symbolic dimension of a name in `dims`.
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
@@ -203,6 +213,8 @@ def check(
     made = {name: node for node in source.model.graph.node for name in node.output}
     executed = at_levels(source.model, source.folder, levels, options.preparation())
     runs = {level: what.compiled.graph.makers for level, what in executed.items()}
+    lost = tuple(name for name in plan.recomputed if name not in made or _passes_on(made[name], source.model))
+    covered = executed.values() if plan.level == "every" else [executed[plan.level]] if plan.level in executed else []
     beyond, measured, ran = 0, None, False
     if run and (not here or _can_run(options)):
         ran = True
@@ -217,11 +229,11 @@ def check(
     return CheckResult(
         len(plan.recomputed),
         len(plan.control_edges),
-        tuple(name for name in plan.recomputed if name not in made),
+        lost,
         tuple(name for name in plan.control_edges if not _waits(name, made)),
         plan.budget,
         {level: what.timeline.peak for level, what in executed.items()},
-        {level: sum(name in made_there for name in plan.recomputed) for level, made_there in runs.items()},
+        {level: len(set(plan.recomputed) & made_there.keys() - set(lost)) for level, made_there in runs.items()},
         measured,
         predict(executed["all"], fuse=plan.fuse).total if "all" in executed and plan.run_by == "loop" else None,
         beyond,
@@ -230,19 +242,28 @@ def check(
         plan.level,
         ran,
         plan.run_by,
+        max((held(each, each.timeline) for each in covered), default=None) if plan.arena else None,
     )
 
 
 def _file_of(given: model_io.Model, source: model_io.Source, home: Path) -> Path:
     """Return the path of the model; a model that is not a file is written to `home`."""
     if isinstance(given, str | os.PathLike):
-        return Path(given)
+        return files.reopened(given)
     model_io.save(into_body(source.model) if source.in_body else source.model, home / "model.onnx", source.folder)
     return home / "model.onnx"
 
 
 def _can_run(options: Options) -> bool:
     return runtime.available() and runtime.has_device(options.kernels().execution_providers[0])
+
+
+def _passes_on(clone: onnx.NodeProto, model: onnx.ModelProto) -> bool:
+    """Is a recomputed node an Identity now, although the node that it repeats is none?"""
+    if clone.op_type != "Identity":
+        return False
+    again = next((prop.value for prop in clone.metadata_props if prop.key == RECOMPUTE_KEY), "")
+    return not any(node.name == again and node.op_type == "Identity" for node in model.graph.node)
 
 
 def _waits(edge: str, made: Mapping[str, onnx.NodeProto]) -> bool:

@@ -233,6 +233,8 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
     ------
     ModelError
         The file is not a model, or contains no plan: it was not rewritten, or a tool dropped its metadata.
+    UsageError
+        The model has no symbolic dimension of a name in `dims`.
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))

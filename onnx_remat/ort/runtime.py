@@ -241,7 +241,7 @@ def as_step(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a file whose nodes are those of the step: a temporary copy if the step is in a body (`ir.body`)."""
     source = model_io.load(path)
     if not source.in_body:
-        yield Path(path)
+        yield files.reopened(path)
         return
     with files.scratch() as home:
         yield write_beside(source.model, source.folder, home)

@@ -422,6 +422,7 @@ def _write(
     }
     if isinstance(goal.memory, SessionMemory):
         metadata["level"] = goal.memory.level
+        metadata |= {"arena": "1"} if goal.memory.arena else {}
     elif isinstance(goal.memory, LoopMemory) and not goal.memory.options.fuse:
         metadata["fuse"] = "0"
     if (kernels := plan.compiled.kernels).device != "cpu":

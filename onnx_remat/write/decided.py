@@ -20,7 +20,7 @@ RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, PEAK_KEY = TAG + "budget_bytes", TAG + "original_peak_bytes"
 RUN_BY_KEY, PROVIDER_KEY, LEVEL_KEY = TAG + "run_by", TAG + "provider", TAG + "level"
-WORKSPACE_KEY, FUSE_KEY = TAG + "cudnn_workspace_bytes", TAG + "fuse"
+WORKSPACE_KEY, FUSE_KEY, ARENA_KEY = TAG + "cudnn_workspace_bytes", TAG + "fuse", TAG + "arena"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
 MOVES_KEY = TAG + "moved"
@@ -109,7 +109,7 @@ class Planned:
         As in `Options`; `level` of a plain session.
     workspace : int or None
         Bytes allowed for a library's workspace, if it was planned for a device.
-    fuse : bool
+    fuse, arena : bool
         As in `Options`.
     """
 
@@ -124,6 +124,7 @@ class Planned:
     workspace: int | None
     level: str
     fuse: bool
+    arena: bool = False
 
 
 def planned(model: onnx.ModelProto, name: str) -> Planned:
@@ -143,7 +144,7 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
             budget, int(notes[PEAK_KEY]), _listed(notes[CLONES_KEY]), _listed(notes[EDGES_KEY]),
             _listed(notes.get(MOVES_KEY, "[]")), check_dims(json.loads(notes[DIMS_KEY])),
             notes.get(RUN_BY_KEY, "session"), provider, int(notes[WORKSPACE_KEY]) if WORKSPACE_KEY in notes else None,
-            notes.get(LEVEL_KEY, "every"), notes.get(FUSE_KEY) != "0",
+            notes.get(LEVEL_KEY, "every"), notes.get(FUSE_KEY) != "0", notes.get(ARENA_KEY) == "1",
         )  # fmt: skip
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(

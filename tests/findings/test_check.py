@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import onnx
 import pytest
@@ -15,6 +17,7 @@ from onnx_remat.findings.explain import explain
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
+from onnx_remat.write.decided import ARENA_KEY, RECOMPUTE_KEY
 from tests.support.graphs import mlp
 
 pytest.importorskip("onnxruntime")
@@ -143,6 +146,56 @@ def test_a_file_planned_for_another_provider_is_checked_as_that(tmp_path, monkey
     onnx.save(model, path)
     with pytest.raises(ModelError, match="damaged its metadata"):
         check(path)
+
+
+def test_a_recompute_that_became_an_identity_is_lost(small, tmp_path):
+    """Under its old name: a tool that merges nodes may leave one that passes on the kept value."""
+    model = onnx.load(small)
+    known = {node.name: node for node in model.graph.node}
+    clones = [node for node in model.graph.node if any(p.key == RECOMPUTE_KEY for p in node.metadata_props)]
+    for clone in clones:
+        again = next(p.value for p in clone.metadata_props if p.key == RECOMPUTE_KEY)
+        clone.op_type, clone.input[:] = "Identity", [known[again].output[0]]
+        del clone.attribute[:]
+    path = tmp_path / "identities.onnx"
+    onnx.save(model, path)
+    found = check(path, run=False)
+    assert len(found.recomputed_lost) == found.recomputed == len(clones) and found.lost
+    assert set(found.running_by_level.values()) == {0}
+    assert f"{len(clones)} of {len(clones)} recomputed nodes were merged away" in found.lines()[0]
+
+
+def test_a_budget_that_covers_the_arena_is_compared_with_the_arena(small, tmp_path):
+    """A budget between the tensors and what the arena takes is not kept."""
+    model = onnx.load(small)
+    assert not any(prop.key == ARENA_KEY for prop in model.metadata_props) and check(small, run=False).reserved is None
+    step = mlp(layers=12, batch=2048, width=32)
+    result = onnx_remat.rewrite_model(step, "75%", effort=0.3, run_by="session", arena=True)
+    assert result.model.metadata_props
+    path = tmp_path / "arena.onnx"
+    result.save(path)
+    found = check(path, run=False)
+    assert found.kept and found.budget >= found.reserved >= result.report.arena_after.held
+    assert "with ONNX Runtime's arena it takes" in found.to_text()
+    less = dataclasses.replace(found, budget=found.reserved - 1)
+    assert less.lost and not less.kept and max(less.peaks_by_level.values()) <= less.budget
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_dimension_that_the_file_lacks_is_refused(command, small, capsys):
+    flags = ["--no-run"] if command == "check" else []
+    assert main([command, str(small), *flags, "--dim", "bacth=64"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no symbolic dimension 'bacth'" in line and "did you mean 'batch'?" in line
+
+
+def test_a_file_on_standard_input_is_checked(small):
+    """Another process, which runs it, has another standard input."""
+    command = [sys.executable, "-m", "onnx_remat", "check", "/dev/stdin"]
+    with small.open("rb") as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the file runs: measured peak" in done.stdout
 
 
 def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
