@@ -127,12 +127,13 @@ def _events(
         scratch |= _workspace(statistics_text)
     progress(runs / (runs + 1))
     medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
+    recorded = [statistics.median(e[_RECORDED] for e in same) for same in seen.values()]
     step = min(processes.race(path, path, level=level, runs=runs * steps, **how))
-    surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, len(medians))
+    surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, sum(recorded))
     now = 0.0
-    for same, median in zip(seen.values(), medians, strict=True):
+    for same, median, count in zip(seen.values(), medians, recorded, strict=True):
         name = same[0]["name"].removesuffix(_KERNEL)
-        event = _event(same[0], max(_SHORTEST, median - surcharge), level, now, scratch.get(name, 0))
+        event = _event(same[0], max(_SHORTEST, median - count * surcharge), level, now, scratch.get(name, 0))
         now += event["dur"]
         yield event
 
@@ -144,12 +145,38 @@ _SHORTEST = 0.1
 
 
 def _by_node(events: list[Event]) -> dict[str, list[Event]]:
-    """Return kernel events by node, in execution order; a node's events in the order of steps."""
+    """Return kernel events by node of the main graph, in execution order; a node's events in the order of steps."""
     kernels = [e for e in events if e.get("cat") == "Node" and e["name"].endswith(_KERNEL)]
     nodes: dict[str, list[Event]] = defaultdict(list)
-    for event in sorted(kernels, key=lambda e: float(e["ts"])):
+    for event in _outermost(kernels):
         nodes[f"{event['name']}#{event['args'].get('node_index')}"].append(event)
     return nodes
+
+
+def _outermost(kernels: list[Event]) -> list[Event]:
+    """Return the events in order of time, without those of bodies, which the time of a Loop includes, but their number.
+
+    The profiler's overhead is that of every recorded event.
+    """
+    found: list[Event] = []
+
+    def duration(event: Event) -> float:
+        """Return the microseconds within which other events are those of bodies."""
+        return float(event["dur"]) if event["args"].get("op_name") in _WITH_BODIES else 0.0
+
+    end, outer = 0.0, None
+    for event in sorted(kernels, key=lambda e: (float(e["ts"]), -duration(e))):
+        if outer is None or float(event["ts"]) >= end:
+            end, outer = float(event["ts"]) + duration(event), event | {_RECORDED: 0}
+            found.append(outer)
+        outer[_RECORDED] += 1
+    return found
+
+
+_RECORDED = "recorded"
+"""Key of the number of events that an event contains, itself included."""
+
+_WITH_BODIES = ("If", "Loop", "Scan")
 
 
 def _event(first: Event, dur: float, level: str, start: float, workspace: int) -> Event:

@@ -16,7 +16,7 @@ from onnx_remat.findings.lowest import lowest_budget
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
-from onnx_remat.measure.profiling import profile
+from onnx_remat.measure.profiling import _by_node, profile
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels import costs
@@ -154,6 +154,26 @@ def test_a_profile_is_of_the_step_in_a_body(tmp_path):
     for level in ("disable", "all"):
         ran = {e["args"]["op_name"] for e in profile(path, runs=1, steps=1).events if e["pid"] == level}
         assert ran and not ran & {"If", "SequenceLength", "Greater"}
+
+
+def test_a_profile_has_no_nodes_of_bodies():
+    """A Loop's event contains those of its iterations, here two in each of two steps; nested If and Loop alike."""
+
+    def event(name, op_type, start, dur):
+        args = {"op_name": op_type, "node_index": "0"}
+        return {"cat": "Node", "name": f"{name}_kernel_time", "ts": start, "dur": dur, "args": args}
+
+    events = []
+    for step in (0, 100):
+        inside = [event("tanh", "Tanh", step + at, 20) for at in (10, 40)]
+        events += [event("choice", "If", step + 10, 25), *inside, event("zero", "Neg", step + 10, 0)]
+        events += [event("turns", "Loop", step + 10, 60), event("tanh", "Relu", step + 70, 5)]
+    nodes = _by_node(events)
+    assert {name: [e["dur"] for e in same] for name, same in nodes.items()} == {
+        "turns_kernel_time#0": [60, 60],
+        "tanh_kernel_time#0": [5, 5],
+    }
+    assert [[e["recorded"] for e in same] for same in nodes.values()] == [[5, 5], [1, 1]]
 
 
 def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
