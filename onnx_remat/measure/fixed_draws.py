@@ -30,6 +30,32 @@ def random_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if dropout.is_random_node(node, opset_of(model, node.domain), stated)]
 
 
+def drawing_bodies(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Return the nodes of the main graph in whose bodies nodes draw: `without_chance` does not change these.
+
+    A body's node may run any number of times, on shapes that are known only then.
+
+    Examples
+    --------
+    >>> noisy = onnx.parser.parse_model('''<ir_version: 9, opset_import: ["" : 20]>
+    ...     g (float[2] x, bool c) => (float[2] y) { y = If (c) <
+    ...         then_branch = a () => (float[2] n) { n = RandomNormalLike (x) },
+    ...         else_branch = b () => (float[2] m) { m = Neg (x) }> }''')
+    >>> [node.op_type for node in drawing_bodies(noisy)]
+    ['If']
+    """
+    stated = constants(model.graph)
+    return [
+        node
+        for node in model.graph.node
+        if any(
+            dropout.is_random_node(inner, opset_of(model, inner.domain), seen)
+            for body in bodies(node)
+            for inner, seen in _nodes(body, stated)
+        )
+    ]
+
+
 def race_warnings(model: onnx.ModelProto, kernels: Kernels) -> tuple[str, ...]:
     """Return one warning per kind of op that makes results differ from run to run on several threads.
 
@@ -97,7 +123,8 @@ def without_chance(model: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> onn
     -------
     onnx.ModelProto
         Dropout becomes a product with a fixed mask, scaled as its kernel does (by one half where the ratio is known
-        only at run time); generators become constants.
+        only at run time); generators become constants, drawn with their attributes; Bernoulli compares its
+        probabilities with a constant.
     """
     settled = onnx.ModelProto()
     settled.CopyFrom(model)
@@ -166,8 +193,22 @@ def _settle(
         mask = _mask(node)
         drawn = draw.random(first.shape) < _keep(node, stated)
         return [_constant(mask, drawn, TensorProto.BOOL), *_product(node, mask, first.dtype, stated)]
-    values = draw.standard_normal(first.shape) if "Normal" in node.op_type else draw.random(first.shape)
-    if node.op_type in ("Bernoulli", "Multinomial"):
+    stem = f"{TAG}chance.{node.output[0]}"
+    if node.op_type == "Bernoulli":
+        return [
+            _constant(f"{stem}.drawn", draw.random(first.shape), TensorProto.FLOAT),
+            helper.make_node("Cast", [node.input[0]], [f"{stem}.chances"], to=TensorProto.FLOAT),
+            helper.make_node("Less", [f"{stem}.drawn", f"{stem}.chances"], [f"{stem}.happened"]),
+            helper.make_node("Cast", [f"{stem}.happened"], [node.output[0]], to=first.dtype),
+        ]
+    given = {attribute.name: attribute.f for attribute in node.attribute}
+    if node.op_type in ("RandomNormal", "RandomNormalLike"):
+        values = given.get("mean", 0.0) + given.get("scale", 1.0) * draw.standard_normal(first.shape)
+    elif node.op_type in ("RandomUniform", "RandomUniformLike"):
+        values = draw.uniform(given.get("low", 0.0), given.get("high", 1.0), first.shape)
+    else:
+        values = draw.random(first.shape)
+    if node.op_type == "Multinomial":
         values = np.round(values)
     return [_constant(node.output[0], values, first.dtype)]
 

@@ -10,12 +10,15 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, parser
 
+import onnx_remat
 from onnx_remat.app import cli
 from onnx_remat.ir import graph, shapes
-from onnx_remat.measure.fixed_draws import race_warnings, random_nodes, without_chance
+from onnx_remat.measure.fixed_draws import drawing_bodies, race_warnings, random_nodes, without_chance
+from onnx_remat.measure.verify import session
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.cpu import CPU
 from tests.support.graphs import mlp
+from tests.support.slow import few
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 20]>
@@ -52,6 +55,65 @@ def test_draws_are_fixed_and_still_random(feeds):
     assert abs(first["noise"].mean()) < 0.3
     assert 0.8 < first["noise"].std() < 1.2
     assert set(np.unique(first["coin"])) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("drawn", "mean", "deviation"),
+    [
+        ("RandomNormalLike<mean = 50.0, scale = 100.0>(x)", 50, 100),
+        ("RandomNormal<mean = -3.0, scale = 0.5, shape = [64, 64]>()", -3, 0.5),
+        ("RandomUniformLike<low = 2.0, high = 4.0>(x)", 3, 2 / 12**0.5),
+        ("RandomUniform<low = -1.0, shape = [64, 64]>()", 0, 2 / 12**0.5),
+        ("Bernoulli(x)", 0.1, 0.3),
+        ("Bernoulli<dtype = 11>(x)", 0.1, 0.3),
+    ],
+)
+def test_fixed_draws_have_the_attributes_and_probabilities_of_their_nodes(drawn, mean, deviation):
+    kind = "double" if "11" in drawn else "float"
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20]> g (float[64, 64] x) => ({kind}[64, 64] y) {{ y = {drawn} }}"""
+    )
+    settled = without_chance(model, shapes.infer(graph.build(model), {}))
+    onnx.checker.check_model(settled, full_check=True)
+    values = runtime.outputs(settled, {"x": np.full((64, 64), 0.1, np.float32)})["y"]
+    assert values.mean() == pytest.approx(mean, abs=0.1 * deviation)
+    assert values.std() == pytest.approx(deviation, rel=0.1)
+
+
+def with_drawing_body() -> onnx.ModelProto:
+    """A chain of layers behind an If whose bodies draw."""
+    step = mlp(layers=10, batch=4096, width=32)
+    value = onnx.helper.make_tensor_value_info
+    arms = []
+    for kind in ("RandomNormalLike", "RandomUniformLike"):
+        nodes = [
+            onnx.helper.make_node(kind, ["x"], [f"{kind}_drawn"]),
+            onnx.helper.make_node("Add", ["x", f"{kind}_drawn"], [f"{kind}_sum"]),
+        ]
+        arms.append(onnx.helper.make_graph(nodes, kind, [], [value(f"{kind}_sum", TensorProto.FLOAT, [4096, 32])]))
+    for node in step.graph.node:
+        node.input[:] = ["noisy" if name == "x" else name for name in node.input]
+    choice = onnx.helper.make_node("If", ["c"], ["noisy"], name="choice", then_branch=arms[0], else_branch=arms[1])
+    step.graph.node.insert(0, choice)
+    step.graph.input.append(value("c", TensorProto.BOOL, []))
+    return step
+
+
+@pytest.mark.parametrize("run_by", few(["session", "loop"], ["session"]))
+def test_a_step_with_draws_in_a_body_is_not_compared_and_not_refused(run_by):
+    """Two runs differ, and nothing is known of the shapes in a body that would let its draws be fixed."""
+    step = with_drawing_body()
+    assert [node.name for node in drawing_bodies(step)] == ["choice"] and not random_nodes(step)
+    result = onnx_remat.rewrite_model(step, "85%", effort=0.3, verify="run", run_by=run_by)
+    assert result.report.recomputed
+    found = result.report.measured
+    assert "outputs not compared: node 'choice' draws" in result.report.to_text()
+    assert found.outputs_equal == "not compared: node 'choice' draws random numbers in a body"
+
+
+def test_a_session_with_draws_in_a_body_is_not_compared(tmp_path):
+    onnx.save(with_drawing_body(), tmp_path / "step.onnx")
+    session(tmp_path / "step.onnx", level="disable")
 
 
 SCATTER = """
