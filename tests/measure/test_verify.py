@@ -59,6 +59,34 @@ def test_what_optimisations_move_by_themselves_may_differ_by_as_much_again(tmp_p
             verify.compare(paths["before"], paths[after], False, plain)
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_many_wrong_entries_are_not_hidden_by_a_large_one(kind, tmp_path):
+    """A few may be sums that cancel; rounding of the large one is in all of them."""
+    generator = np.random.default_rng(0)
+    before = generator.standard_normal(1000).astype(kind)
+    before[0] = 1e6 if kind == np.float32 else 1e12
+    wrong, few, rounded = before.copy(), before.copy(), before.copy()
+    wrong[1:] *= 100
+    few[1:10] *= 100
+    rounded[1:] += (before[0] * 16 * np.finfo(kind).eps * generator.uniform(-1, 1, 999)).astype(kind)
+    for name, values in (("before", before), ("wrong", wrong), ("few", few), ("rounded", rounded)):
+        np.savez(tmp_path / f"{name}.npz", **{"0:gradient": values})
+    for name in ("few", "rounded"):
+        verify.compare(tmp_path / "before.npz", tmp_path / f"{name}.npz", False)
+    with pytest.raises(VerificationError, match="'gradient' differs"):
+        verify.compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False)
+    verify.compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False, plain=tmp_path / "wrong.npz")
+
+
+def test_half_precision_is_compared_without_warnings(tmp_path, recwarn):
+    for name, value in (("before", 65504), ("after", -65504)):
+        np.savez(tmp_path / f"{name}.npz", **{"0:y": np.float16([value, 1])})
+    verify.compare(tmp_path / "before.npz", tmp_path / "before.npz", False)
+    with pytest.raises(VerificationError, match="'y' differs"):
+        verify.compare(tmp_path / "before.npz", tmp_path / "after.npz", False, tmp_path / "after.npz")
+    assert not recwarn.list
+
+
 def test_the_sign_of_zero_counts_and_what_a_nan_carries_does_not():
     assert not verify._same_bits(np.float32([0.0]), np.float32([-0.0]))
     assert verify._same_bits(np.float32([np.nan, 1]), np.float32([-np.nan, 1]))
