@@ -21,7 +21,7 @@ from . import prepare
 from .linear import into_gemm
 from .prepare import Source
 from .recurrent import unroll
-from .registry import differentiate
+from .registry import Convention, differentiate, is_stopped
 
 
 def add_backward(
@@ -36,6 +36,7 @@ def add_backward(
     dims: Mapping[str, int] | None = None,
     check: bool = True,
     example_inputs: Mapping[str, np.ndarray] | None = None,
+    convention: Convention = "torch",
 ) -> onnx.ModelProto:
     """Append the backward pass, and an optimizer's update, to a forward ONNX model.
 
@@ -76,6 +77,10 @@ def add_backward(
     example_inputs : mapping of str to array, optional
         Values for the check, for any input of the step. By default the check uses the file's weights, normal data, and
         zeros and ones for integers.
+    convention : "torch" or "tensorflow"
+        Whose derivatives hold where mathematics has none or several. In TensorFlow, the first of equal operands of Max
+        and Min has all of the gradient, Clip (Relu6) has none at its limits, and no gradient stays none at a pole of
+        Sqrt, Reciprocal or a guarded Div: in PyTorch it becomes NaN.
 
     Returns
     -------
@@ -120,7 +125,9 @@ def add_backward(
     graph.outputs[:] = [scalar]
     after = prepare.use_batch_statistics(tape, graph)
     parameters = [inputs[name] for name in parameter_names]
-    adjoints = differentiate(graph, tape, scalar, parameters)
+    adjoints = differentiate(graph, tape, scalar, parameters, convention)
+    for node in filter(is_stopped, graph):
+        node.op_type = "Identity"
     _demote(graph, parameters, adjoints, stored, explicit=wrt is not None)
     parameters = [p for p in parameters if p in adjoints]
     with tape.labelled("backward"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import onnx
@@ -31,6 +31,17 @@ NO_GRADIENT = frozenset(
 )  # fmt: skip
 """Ops whose derivative is zero or does not exist; they pass no gradient on."""
 
+Convention: TypeAlias = Literal["torch", "tensorflow"]
+"""The framework whose derivatives hold where mathematics has none or several: at ties and at poles."""
+
+STOPPED = "onnx_remat.stopped"
+"""Start of the name of a Mean of one input, which is that input, through which no gradient flows."""
+
+
+def is_stopped(node: ir.Node) -> bool:
+    """Return whether a node passes its input on, but no gradient; see `STOPPED`."""
+    return (node.name or "").startswith(STOPPED)
+
 
 @dataclass(frozen=True, slots=True)
 class RuleInput:
@@ -45,6 +56,7 @@ class RuleInput:
     wanted : tuple of bool
         Whether each input needs an adjoint.
     opset : int
+    convention : str
     """
 
     t: Tape
@@ -52,6 +64,7 @@ class RuleInput:
     adjoints: tuple[ir.Value | None, ...]
     wanted: tuple[bool, ...]
     opset: int
+    convention: Convention = "torch"
 
     @property
     def g(self) -> ir.Value:
@@ -138,7 +151,11 @@ def rule(*op_types: str) -> Callable[[Rule], Rule]:
 
 
 def differentiate(
-    graph: ir.Graph, tape: Tape, loss: ir.Value, parameters: Sequence[ir.Value]
+    graph: ir.Graph,
+    tape: Tape,
+    loss: ir.Value,
+    parameters: Sequence[ir.Value],
+    convention: Convention = "torch",
 ) -> dict[ir.Value, ir.Value]:
     """Append the backward pass of a loss.
 
@@ -152,6 +169,8 @@ def differentiate(
         A scalar.
     parameters : sequence of Value
         Values to differentiate by.
+    convention : str
+        Whose derivatives hold at ties and at poles.
 
     Returns
     -------
@@ -170,7 +189,7 @@ def differentiate(
         incoming = tuple(adjoints.pop(v, None) if v in active else None for v in node.outputs)
         if all(g is None for g in incoming):
             continue
-        for slot, gradient in _through(tape, node, incoming, active, graph.opset_imports[""]):
+        for slot, gradient in _through(tape, node, incoming, active, graph.opset_imports[""], convention):
             value = node.inputs[slot]
             assert value is not None
             adjoints[value] = accumulate(tape, adjoints[value], gradient) if value in adjoints else gradient
@@ -181,7 +200,8 @@ def influenced(nodes: Sequence[ir.Node], parameters: Sequence[ir.Value]) -> set[
     """Return the parameters and the floating-point values that depend on them through ops with derivatives."""
     active = set(parameters)
     for node in nodes:
-        if node.op_type not in NO_GRADIENT and any(v in active for v in _reads(node)):
+        passes_on = node.op_type not in NO_GRADIENT and not is_stopped(node)
+        if passes_on and any(v in active for v in _reads(node)):
             active.update(v for v in node.outputs if v.dtype is not None and v.dtype.is_floating_point())
     return active
 
@@ -197,13 +217,18 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def _through(
-    tape: Tape, node: ir.Node, incoming: tuple[ir.Value | None, ...], active: set[ir.Value], opset: int
+    tape: Tape,
+    node: ir.Node,
+    incoming: tuple[ir.Value | None, ...],
+    active: set[ir.Value],
+    opset: int,
+    convention: Convention,
 ) -> list[tuple[int, ir.Value]]:
     if node.op_type not in RULES or node.domain:
         domain = f"{node.domain}." if node.domain else ""
         raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {node.name!r})")
     wanted = tuple(v is not None and v in active for v in node.inputs)
-    step = RuleInput(tape, node, incoming, wanted, opset)
+    step = RuleInput(tape, node, incoming, wanted, opset, convention)
     grads = RULES[node.op_type](step)
     made = []
     for slot in (slot for slot, wants in enumerate(wanted) if wants):

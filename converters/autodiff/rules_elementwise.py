@@ -36,7 +36,24 @@ def mul(s: RuleInput) -> Grads:
 @rule("Div")
 def div(s: RuleInput) -> Grads:
     t, b = s.t, s.x(1)
-    return {0: lambda: _to(s, t.div(s.g, b), 0), 1: lambda: _to(s, t.neg(t.mul(s.g, t.div(s.y, b))), 1)}
+    # TensorFlow's DivNoNan becomes a Div whose quotients by zero a Where leaves out.
+    guard = _none_of_none if any(use.node.op_type == "Where" for use in s.y.uses()) else _unguarded
+    return {
+        0: lambda: _to(s, guard(s, t.div(s.g, b)), 0),
+        1: lambda: _to(s, guard(s, t.neg(t.mul(s.g, t.div(s.y, b)))), 1),
+    }
+
+
+def _unguarded(s: RuleInput, gradient: ir.Value) -> ir.Value:
+    return gradient
+
+
+def _none_of_none(s: RuleInput, gradient: ir.Value) -> ir.Value:
+    """Return the gradient, with zeros where none comes in, by TensorFlow's convention: at a pole it would be NaN."""
+    if s.convention != "tensorflow" or number(s.g):
+        return gradient
+    zero = s.t.scalar(0, s.g)
+    return s.t.select(s.t.compare("Equal", s.g, zero), zero, gradient)
 
 
 @rule("Pow")
@@ -81,10 +98,15 @@ def variadic_mean(s: RuleInput) -> Grads:
 
 @rule("Max", "Min")
 def extremum(s: RuleInput) -> Grads:
-    """Return the adjoints of Max and Min; ties share the gradient evenly, as in torch.maximum."""
+    """Return the adjoints of Max and Min; ties share the gradient evenly, as in torch.maximum.
+
+    By TensorFlow's convention the first of them has all of it.
+    """
     t, count = s.t, len(s.node.inputs)
     if count == 1:
         return {0: lambda: s.g}
+    if s.convention == "tensorflow":
+        return {slot: partial(_of_first, s, slot) for slot in range(count)}
     masks = [t.cast(t.compare("Equal", s.x(i), s.y), s.dtype()) for i in range(count)]
     ties = masks[0]
     for mask in masks[1:]:
@@ -95,6 +117,15 @@ def extremum(s: RuleInput) -> Grads:
         return _to(s, t.mul(share, masks[slot]), slot)
 
     return {slot: partial(gradient, slot) for slot in range(count)}
+
+
+def _of_first(s: RuleInput, slot: int) -> ir.Value:
+    """Return the adjoint of an operand of Max or Min where no operand before it equals the result."""
+    t, zero = s.t, s.t.scalar(0, s.y)
+    g = s.g if slot == len(s.node.inputs) - 1 else t.select(t.compare("Equal", s.x(slot), s.y), s.g, zero)
+    for before in range(slot):
+        g = t.select(t.compare("Equal", s.x(before), s.y), zero, g)
+    return _to(s, g, slot)
 
 
 @rule("Where")
@@ -109,9 +140,23 @@ def where(s: RuleInput) -> Grads:
 
 @rule("Clip")
 def clip(s: RuleInput) -> Grads:
-    """Return the adjoint of Clip: the gradient where the value was kept, also at the limits, as in torch.clamp."""
+    """Return the adjoint of Clip: the gradient where the value was kept, also at the limits, as in torch.clamp.
+
+    By TensorFlow's convention not at the limits: its Relu6 is the one op that becomes a Clip.
+    """
     t = s.t
+    if s.convention == "tensorflow":
+        return {0: lambda: _strictly_inside(s)}
     return {0: lambda: t.select(t.compare("Equal", s.x(), s.y), s.g, t.scalar(0, s.y))}
+
+
+def _strictly_inside(s: RuleInput) -> ir.Value:
+    """Return the gradient where a value lies between the limits of a Clip."""
+    g, zero = s.g, s.t.scalar(0, s.y)
+    for slot, inside in ((1, "Greater"), (2, "Less")):
+        if s.has(slot):
+            g = s.t.select(s.t.compare(inside, s.x(), s.x(slot)), g, zero)
+    return g
 
 
 @rule("PRelu")
@@ -284,9 +329,11 @@ def _squared(t: Tape, x: ir.Value) -> ir.Value:
 
 @rule(*SLOPES)
 def unary(s: RuleInput) -> Grads:
-    return {0: lambda: s.t.mul(s.g, SLOPES[s.node.op_type](s, s.t, s.x(), s.y))}
+    guard = _none_of_none if s.node.op_type == "Reciprocal" else _unguarded
+    return {0: lambda: guard(s, s.t.mul(s.g, SLOPES[s.node.op_type](s, s.t, s.x(), s.y)))}
 
 
 @rule(*DIVISORS)
 def unary_quotient(s: RuleInput) -> Grads:
-    return {0: lambda: s.t.div(s.g, DIVISORS[s.node.op_type](s, s.t, s.x(), s.y))}
+    guard = _none_of_none if s.node.op_type == "Sqrt" else _unguarded
+    return {0: lambda: guard(s, s.t.div(s.g, DIVISORS[s.node.op_type](s, s.t, s.x(), s.y)))}

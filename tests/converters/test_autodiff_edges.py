@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.autodiff.registry import STOPPED
 
 from onnx_remat.errors import ConversionError
 from tests.support.graphs import run_model
@@ -63,6 +64,48 @@ def test_a_row_of_zeros_has_no_gradient(op):
     (torch.nn.functional.normalize(torch.tensor(X) @ w, dim=-1) * torch.tensor(r3)).sum().backward()
     found = outputs_of(step, {"x": X, "r3": r3}, {"w": W})
     np.testing.assert_allclose(found["grad.w"], w.grad, rtol=1e-4, atol=1e-5)
+
+
+def gradient_of(nodes, w, x, constants=None, convention="tensorflow"):
+    """The gradient of the sum of h(w) * x."""
+    ends = [node("Mul", ["h", "x"], ["m"]), node("ReduceSum", ["m"], ["y"], keepdims=0)]
+    arrays = {"w": np.asarray(w, np.float32)} | {name: np.float32(value) for name, value in (constants or {}).items()}
+    model = forward([*nodes, *ends], {"x": [len(x)]}, arrays, opset=18)
+    step = step_of(model, check=False, convention=convention)
+    return outputs_of(step, {"x": np.asarray(x, np.float32)}, arrays)["grad.w"]
+
+
+def test_ties_by_convention():
+    nodes = [node("Max", ["w", "low"], ["a"]), node("Min", ["high", "a"], ["h"])]
+    # w ties with `high`, which comes first of the two, and with `low`, which comes second
+    for convention, expected in (("tensorflow", [3, 0, 2, 0]), ("torch", [3, 1, 1, 0])):
+        made = gradient_of(nodes, [0.5, 1, 0, -1], [3, 2, 2, 1], {"low": 0, "high": 1}, convention)
+        np.testing.assert_array_equal(made, expected)
+
+
+def test_the_limits_of_a_clip_by_convention():
+    nodes = [node("Clip", ["w", "low", "high"], ["h"])]
+    for convention, expected in (("tensorflow", [0, 1, 0]), ("torch", [1, 1, 1])):
+        made = gradient_of(nodes, [0, 3, 6], [1, 1, 1], {"low": 0, "high": 6}, convention)
+        np.testing.assert_array_equal(made, expected)
+
+
+def test_no_gradient_at_a_pole_by_convention():
+    nodes = [
+        node("Sqrt", ["w"], ["s"]), node("Reciprocal", ["s"], ["r"]), node("Div", ["w", "w"], ["q"]),
+        node("Where", ["inside", "q", "zero"], ["kept"]), node("Add", ["s", "r"], ["t"]),
+        node("Where", ["inside", "t", "zero"], ["u"]), node("Add", ["u", "kept"], ["h"]),
+        node("Greater", ["w", "zero"], ["inside"]),
+    ]  # fmt: skip
+    nodes.insert(0, nodes.pop())
+    made = gradient_of(nodes, [0, 4], [1, 1], {"zero": 0})
+    np.testing.assert_allclose(made, [0, 1 / 4 - 1 / 16], rtol=1e-6)
+    assert np.isnan(gradient_of(nodes, [0, 4], [1, 1], {"zero": 0}, "torch")[0])
+
+
+def test_a_stopped_gradient():
+    nodes = [node("Mean", ["w"], ["s"], f"{STOPPED}.1"), node("Mul", ["w", "s"], ["h"])]
+    np.testing.assert_array_equal(gradient_of(nodes, [2, 3], [1, 1]), [2, 3])
 
 
 def test_powers_of_zero():
