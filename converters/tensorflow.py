@@ -6,8 +6,10 @@ forward pass and the loss, with every variable as an input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from .extras import require
@@ -17,22 +19,26 @@ require("tensorflow", "onnx_ir", "onnxruntime", "tensorflow", "tf2onnx")
 import numpy as np
 import onnx
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.ort import runtime
 
 from . import names, optimizers
 from .autodiff import add_backward
+from .autodiff.registry import STOPPED
 from .checks import agreement as comparison
 from .checks import default_level, tolerances
 
 Loss = Callable[[Any, Any], Any]
 
+OPSETS = range(15, 19)
+"""Opsets of the forward export: from CastLike, which the exact GELU needs, to the newest of tf2onnx."""
+
 
 def export_training_step(
     model: Any,
     example_inputs: Sequence[np.ndarray],
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     optimizer: optimizers.Optimizer | None = None,
     *,
     opset: int = 18,
@@ -45,15 +51,18 @@ def export_training_step(
     ----------
     model : keras.Model or callable
         A built model of Keras 3 on the TensorFlow backend, or a function of tensors. The trainable variables of a
-        function are those that it reads. A function that assigns variables is refused.
+        function are those that it reads, in this order. A function that assigns variables is refused, and one with
+        several outputs.
     example_inputs : sequence of array
         One batch: the model's inputs, and last the target if `loss` is given. The graph has these shapes.
-    loss : callable, optional
-        ``loss(target, output)``, as in Keras. The step computes its mean. By default the model itself returns the loss.
+    loss : callable or str, optional
+        ``loss(target, output)``, as in Keras, or the name of a loss of Keras. The step computes its mean, without what
+        a Keras model masks. By default the model itself returns the loss.
     optimizer : Optimizer, optional
         An optimizer of `onnx_remat.converters.optimizers`. By default the step outputs gradients and updates nothing.
+        Variables with a constraint are then refused.
     opset : int
-        Opset of the forward export.
+        Opset of the forward export, 15 to 18.
     training : bool
         Run Keras layers in training mode, with new moving statistics as outputs. Random layers, such as Dropout, are
         then refused.
@@ -63,49 +72,117 @@ def export_training_step(
     Returns
     -------
     onnx.ModelProto
-        The step, with inputs and outputs as in `names`: Keras variables have their paths, others their names.
+        The step, with inputs and outputs as in `names`: Keras variables have their paths, others their names. A
+        variable that the loss does not depend on, or only behind a stopped gradient, is an input that keeps its value.
 
     Raises
     ------
     ConversionError
-        TensorFlow or tf2onnx is not installed, the model uses random layers or assigns variables, an op has no ONNX
-        counterpart or no gradient rule, or the step's results differ from TensorFlow's.
+        TensorFlow or tf2onnx is not installed, the model draws random numbers, assigns variables or has a gradient of
+        its own, an op has no ONNX counterpart or no gradient rule, or the step's results differ from TensorFlow's.
+    UsageError
+        The optimizer, the loss or the opset is not one of those above.
     """
+    _check_arguments(model, optimizer, opset)
     tf, convert = _import()
+    loss = _resolved(loss)
     batch = {names.batch(i): np.asarray(array) for i, array in enumerate(example_inputs)}
     forward = (
         _of_keras(tf, model, list(batch), loss, training) if hasattr(model, "stateless_call")
         else _of_function(tf, model, batch, loss)
     )  # fmt: skip
-    keep = [names.new(name) for name in forward.after]
+    if optimizer is not None and forward.constrained:
+        raise ConversionError(
+            "the update would ignore the constraint of {!r}: leave out {}, and update and constrain it yourself",
+            forward.constrained[0],
+            Setting("optimizer"),
+        )
     arrays = (*forward.values.values(), *batch.values())
     signature = [tf.TensorSpec(a.shape, a.dtype, name=f"arg{i}") for i, a in enumerate(arrays)]
     traced = tf.function(forward.step, input_signature=signature)
     try:
-        made, _ = convert.from_function(traced, input_signature=signature, opset=opset)
+        concrete = traced.get_concrete_function()
     except Exception as error:
-        raise ConversionError(f"tf2onnx cannot convert the forward pass: {error}") from error
-    _write_out_erfc(made)
-    _store_captured(made, traced.get_concrete_function().graph.captures)
+        raise ConversionError(f"TensorFlow cannot trace the forward pass: {_reason(error)}") from error
+    if forward.outputs != [1]:
+        raise ConversionError(f"the model has {forward.outputs[0]} outputs: return the loss alone, or give a loss")
+    _check_ops(concrete.graph, training)
+    try:
+        with _inlined(concrete.graph):
+            made, _ = convert.from_function(
+                traced, input_signature=signature, opset=opset, custom_op_handlers=_HANDLERS
+            )
+    except Exception as error:
+        raise ConversionError(f"tf2onnx cannot convert the forward pass: {_reason(error)}") from error
+    keep = [names.new(name) for name in forward.after]
+    _write_out(made)
+    _store_captured(made, concrete.graph.captures)
     _rename(made, [*forward.values, *batch], [names.LOSS, *keep])
-    plain = add_backward(made, names.LOSS, wrt=forward.trained, keep=keep, check=False)
+    inside = _dtypes(concrete.graph)
+    # Later than the conversion, because tracing gradients adds outputs to the graph of `traced`.
+    gradients = _Gradients(tf, traced, [*forward.values, *batch], forward.trained, signature)
+    if not (trained := gradients.connected):
+        raise ConversionError(f"the loss depends on no trained variable (of {len(forward.trained)})")
+    plain = add_backward(made, names.LOSS, wrt=trained, keep=keep, check=False, convention="tensorflow")
     if check:
         feeds = forward.values | batch
         given = {value.name for value in plain.graph.input}
-        expected = _expected(tf, traced, feeds, forward.trained, keep)
+        expected = gradients.expected(feeds, keep)
+        tolerance = tolerances.allowed(inside)
         # A gradient may be pure rounding (that of the bias of attention's keys): the others give the scale of its
         # noise.
-        gradients = [names.gradient(n) for n in forward.trained]
-        rounding = tolerances.VANISHING_GRADIENT * max(float(np.abs(expected[n]).max(initial=0)) for n in gradients)
+        called = [names.gradient(n) for n in trained]
+        share = tolerances.VANISHING_GRADIENT * tolerance["float32"] / tolerances.BY_DTYPE["float32"]
+        rounding = share * max(float(np.abs(expected[n]).max(initial=0)) for n in called)
         feeds = {n: a for n, a in feeds.items() if n in given}
         outputs = runtime.outputs(plain, feeds)
-        found = comparison.compare(outputs, expected, noise=dict.fromkeys(gradients, rounding))
-        default_level.compare(plain, feeds, outputs)
+        found = comparison.compare(outputs, expected, tolerance, dict.fromkeys(called, rounding))
+        default_level.compare(plain, feeds, outputs, tolerance)
     if optimizer is not None:
-        plain = add_backward(made, names.LOSS, wrt=forward.trained, keep=keep, optimizer=optimizer, check=False)
+        plain = add_backward(
+            made, names.LOSS, wrt=trained, keep=keep, optimizer=optimizer, check=False, convention="tensorflow"
+        )
     if check:
         comparison.record(plain, found)
     return plain
+
+
+def _check_arguments(model: Any, optimizer: Any, opset: int) -> None:
+    """Raise an error for arguments that no model makes right."""
+    if opset not in OPSETS:
+        raise UsageError(f"opset {opset} is not supported: use {OPSETS[0]} to {OPSETS[-1]}")
+    fits = all(callable(getattr(optimizer, name, None)) for name in ("slots", "update"))
+    if optimizer is not None and (not fits or isinstance(optimizer, type)):
+        given = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise UsageError(f"optimizer: pass one of onnx_remat.converters.optimizers, such as SGD(lr=0.1), not {given!r}")
+    homes = [each.__module__ for each in type(model).__mro__]
+    if any(home.startswith(("tf_keras.", "tensorflow.python.keras.")) for home in homes):
+        raise ConversionError(
+            "models of Keras 2 (tf_keras) are not supported, as their training mode would be lost: make the model with "
+            "Keras 3, or pass a tf.function that calls it with {}",
+            Setting("training", False),
+        )
+
+
+def _resolved(loss: Loss | str | None) -> Loss | None:
+    """Return a loss; of a name, that of Keras."""
+    if loss is None or callable(loss):
+        return loss
+    import keras
+
+    try:
+        found: Loss = keras.losses.get(loss)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"loss: Keras has no loss {loss!r:.60}: pass a function of target and output, or a name such as 'mse'"
+        ) from error
+    return found
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line of an error's text, behind the lines of a traceback that TensorFlow puts into it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +193,22 @@ class _Forward:
     ----------
     values : dict of str to array
         Current values of the variables by name.
-    trained, after : list of str
-        Variables to differentiate by, and variables whose next value is an output of the step.
+    trained, constrained : list of str
+        Variables to differentiate by, and those of them that have a constraint.
     step : callable
         Function of all variables, then the batch, in order; returns the loss, then the next values.
+    after : list of str
+        Variables whose next value is an output of the step; known once `step` is traced.
+    outputs : list of int
+        Number of outputs where the model returns the loss, else 1; known once `step` is traced.
     """
 
     values: dict[str, np.ndarray]
     trained: list[str]
-    after: list[str]
+    constrained: list[str]
     step: Callable[..., tuple[Any, ...]]
+    after: list[str] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=lambda: [1])
 
 
 def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, training: bool) -> _Forward:
@@ -133,34 +216,67 @@ def _of_keras(tf: Any, model: Any, batch: Sequence[str], loss: Loss | None, trai
     for variable in (*model.trainable_variables, *model.non_trainable_variables):
         variables[_unused(variable.path, variables)] = variable
     called = {id(variable): name for name, variable in variables.items()}
-    seeds = [name for name, v in variables.items() if v.path.endswith("seed_generator_state")]
-    if training and seeds:
-        raise ConversionError(
-            "random layers are not supported in training mode ({}): pass {}", seeds[0], Setting("training", False)
-        )
     trained = [called[id(v)] for v in model.trainable_variables]
-    statistics = [name for name in variables if name not in trained and name not in seeds]
-    values = {name: np.asarray(variables[name]) for name in (*trained, *statistics)}
+    seeds = [name for name, v in variables.items() if v.path.endswith("seed_generator_state")]
+    values = {name: np.asarray(variables[name]) for name in variables if name not in seeds}
+    after: list[str] = []
+    outputs = [1]
 
     def step(*given: Any) -> tuple[Any, ...]:
         made = dict(zip((*values, *batch), given, strict=True))
         fixed = [made.get(called[id(v)], v.value) for v in model.non_trainable_variables]
         x, target = _split([made[name] for name in batch], loss)
         arguments = x[0] if len(x) == 1 else x
-        output, after, added = model.stateless_call(
-            [made[name] for name in trained], fixed, arguments, return_losses=True, training=training
-        )
-        new = [
-            a
-            for a, v in zip(after, model.non_trainable_variables, strict=True)
-            if training and called[id(v)] in statistics
-        ]
-        total = _scalar(tf, output, target, loss)
+        with _state_by_value():
+            output, state, added = model.stateless_call(
+                [made[name] for name in trained], fixed, arguments, return_losses=True, training=training
+            )
+        new = {called[id(v)]: a for a, v in zip(state, model.non_trainable_variables, strict=True)}
+        new = {name: a for name, a in new.items() if training and a is not made.get(name, a)}
+        after[:] = new
+        if loss is None:
+            output, *others = tf.nest.flatten(output)
+            outputs[:] = [1 + len(others)]
+        total = _scalar(tf, output, target, None if loss is None else _masked(loss, target, output))
         for penalty in added:  # regularizers', and those of add_loss, which Keras adds, too
             total += tf.cast(penalty, total.dtype)
-        return total, *(tf.identity(a) for a in new)
+        return total, *(tf.identity(a) for a in new.values())
 
-    return _Forward(values, trained, statistics if training else [], step)
+    constrained = [name for name in trained if variables[name].constraint is not None]
+    return _Forward(values, trained, constrained, step, after, outputs)
+
+
+@contextmanager
+def _state_by_value() -> Iterator[None]:
+    """Let Keras keep the current value where a variable is assigned to another one: it keeps the variable."""
+    from keras import StatelessScope, Variable
+
+    plain = StatelessScope.add_update
+
+    def add_update(scope: Any, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        plain(scope, (variable, value.value if isinstance(value, Variable) else value))
+
+    StatelessScope.add_update = add_update
+    try:
+        yield
+    finally:
+        StatelessScope.add_update = plain
+
+
+def _masked(loss: Loss, target: Any, output: Any) -> Loss:
+    """Return the loss; of a function one that leaves out what is masked, as Keras' `compile` makes of it."""
+    import keras
+
+    if isinstance(loss, keras.losses.Loss) or not hasattr(output, "dtype"):
+        return loss
+
+    class Masked(keras.losses.Loss):  # type: ignore[misc]
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return loss(target, output)
+
+    made: Loss = Masked(dtype=output.dtype.name)
+    return made
 
 
 def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: Loss | None) -> _Forward:
@@ -174,16 +290,20 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
     nodes = [*definition.node, *(node for inner in definition.library.function for node in inner.node_def)]
     if assigning := [node.name for node in nodes if node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))]:
         raise ConversionError(f"the function assigns variables ({assigning[0]}): their state would be lost")
-    # In the frozen graph, each variable is a constant with the name of its capture.
-    captured = {id(handle): inside.op.name for handle, inside in concrete.graph.captures}
+    outputs = tf.nest.flatten(concrete.structured_outputs)
+    if len(outputs) != 1:
+        raise ConversionError(f"the function has {len(outputs)} outputs: return the loss, or what it is of, alone")
+    _check_ops(concrete.graph, training=False)
     frozen = convert_variables_to_constants_v2(concrete, lower_control_flow=False)
     constants = {node.name for node in frozen.graph.as_graph_def().node if node.op == "Const"}
+    # In the frozen graph, each variable is a constant with the name of its capture. The order of captures is that in
+    # which the function reads; `graph.variables` are in the order of addresses.
+    read = {id(variable.handle): variable for variable in concrete.graph.variables}
     variables: dict[str, tuple[Any, str]] = {}
-    for variable in concrete.graph.variables:
-        inside = captured[id(variable.handle)]
-        name = _unused(variable.name.partition(":")[0], variables)
-        if inside in constants:
-            variables[name] = variable, inside
+    for handle, inside in concrete.graph.captures:
+        variable = read.get(id(handle))
+        if variable is not None and inside.op.name in constants:
+            variables[_unused(variable.name.partition(":")[0], variables)] = variable, inside.op.name
     values = {name: np.asarray(variable) for name, (variable, _) in variables.items()}
     trained = [name for name, (variable, _) in variables.items() if variable.trainable]
 
@@ -197,7 +317,8 @@ def _of_function(tf: Any, function: Any, batch: Mapping[str, np.ndarray], loss: 
         )
         return (_scalar(tf, output, target, loss),)
 
-    return _Forward(values, trained, [], step)
+    constrained = [name for name in trained if getattr(variables[name][0], "constraint", None) is not None]
+    return _Forward(values, trained, constrained, step)
 
 
 def _unused(name: str, taken: Container[str]) -> str:
@@ -216,23 +337,153 @@ def _scalar(tf: Any, output: Any, target: Any, loss: Loss | None) -> Any:
     return tf.identity(output if loss is None else tf.reduce_mean(loss(target, output)))
 
 
-def _write_out_erfc(model: onnx.ModelProto) -> None:
-    """Replace Erfc, which tf2onnx writes but ONNX does not have, by 1 - Erf."""
+_DRAWING = {
+    "StatelessRandomGetKeyCounter": 0, "StatelessRandomNormal": 1, "StatelessRandomUniform": 1,
+    "StatelessRandomUniformInt": 1, "StatelessTruncatedNormal": 1, "StatelessMultinomial": 2,
+}  # fmt: skip
+"""Ops that draw by a seed, and which input that is: tf2onnx makes constants of their results."""
+
+_EXACT = ("tensorflow.python.ops.nn_impl", "tensorflow.python.ops.ctc_ops")
+"""Modules of TensorFlow whose own gradients save memory and are the derivatives."""
+
+
+def _check_ops(graph: Any, training: bool) -> None:
+    """Raise ConversionError for an op whose gradient or whose randomness tf2onnx drops."""
+    operations = [(op.name, op.node_def, op) for op in graph.get_operations() if op.type != "Const"]
+    library = graph.as_graph_def().library.function
+    inner = [(f"{each.signature.name}/{node.name}", node, None) for each in library for node in each.node_def]
+    for name, node, op in (*operations, *inner):
+        if node.op == "PreventGradient":
+            raise ConversionError(f"{name!r} prevents the gradient: leave that op out of the model")
+        gradient = node.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in node.attr else ""
+        if gradient and "PartitionedCall" not in gradient and not _is_exact(gradient):
+            raise ConversionError(
+                f"{name!r} has a custom gradient, which would be lost: write it with ops that have that gradient"
+            )
+        if node.op not in _DRAWING:
+            continue
+        if op is None or not _is_constant(op.inputs[_DRAWING[node.op]]):
+            if training:
+                raise ConversionError(
+                    "random layers are not supported in training mode ({!r}): pass {}", name, Setting("training", False)
+                )
+            raise ConversionError(f"{name!r} draws random numbers, the same in every step: pass them as an input")
+
+
+def _is_constant(tensor: Any) -> bool:
+    """Return whether a tensor follows from constants alone."""
+    op = tensor.op
+    return op.type == "Const" or (bool(op.inputs) and all(_is_constant(each) for each in op.inputs))
+
+
+@contextmanager
+def _inlined(graph: Any) -> Iterator[None]:
+    """Let tf2onnx inline functions that are compiled by XLA, as Keras' grouped convolutions are."""
+    from tensorflow.core.framework import attr_value_pb2
+
+    calls = [op for op in graph.get_operations() if op.type in ("PartitionedCall", "StatefulPartitionedCall")]
+    compiled = [op for op in calls if op.node_def.attr["_XlaMustCompile"].b]
+    for op in compiled:
+        op._set_attr("_XlaMustCompile", attr_value_pb2.AttrValue(b=False))
+    try:
+        yield
+    finally:
+        for op in compiled:  # TensorFlow has no kernel for their gradients outside XLA
+            op._set_attr("_XlaMustCompile", attr_value_pb2.AttrValue(b=True))
+
+
+def _is_exact(gradient: str) -> bool:
+    """Return whether a registered gradient is one of TensorFlow's own that are the derivatives of their ops."""
+    from tensorflow.python.framework import ops
+
+    pending, seen = [ops.gradient_registry.lookup(gradient)], 0
+    while pending and seen < 16:  # the gradient lies in a closure of a closure
+        function, seen = pending.pop(), seen + 1
+        if function.__module__ in _EXACT or function.__qualname__.startswith("recompute_grad."):
+            return True
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        pending += [each for each in cells if callable(each) and hasattr(each, "__qualname__")]
+    return False
+
+
+def _write_stopped(ctx: Any, node: Any, name: str, arguments: Any) -> None:
+    """Write a StopGradient as the op that `autodiff` takes for one; a handler of tf2onnx."""
+    shapes, dtypes, inputs, outputs = node.output_shapes, node.output_dtypes, list(node.input), list(node.output)
+    ctx.remove_node(name)
+    kind = "Mean" if dtypes[0] in _FLOATS else "Identity"
+    ctx.make_node(kind, inputs, outputs=outputs, name=f"{STOPPED}.{name}", shapes=shapes, dtypes=dtypes)
+
+
+def _leave(ctx: Any, node: Any, name: str, arguments: Any) -> None:
+    """Leave an op to `_write_out`, without tf2onnx's message that it is not supported; a handler of tf2onnx."""
+
+
+_HANDLERS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "StopGradient": (_write_stopped, []),
+    "Erfc": (_leave, []),
+    "Log1p": (_leave, []),
+}
+
+_FLOATS = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+
+
+def _dtypes(graph: Any) -> set[str]:
+    """Return the dtypes that a forward pass computes with."""
+    found = {value.dtype.base_dtype.name for op in graph.get_operations() for value in op.outputs}
+    if "bfloat16" in found:
+        warnings.warn(
+            "tf2onnx writes bfloat16 as float16, which ends at 65504: choose mixed_float16 or float32 to train in the "
+            "same type elsewhere",
+            stacklevel=3,
+        )
+    return found
+
+
+def _write_out(model: onnx.ModelProto) -> None:
+    """Replace Erfc and Log1p, which tf2onnx writes but ONNX does not have."""
     nodes = []
     for node in model.graph.node:
-        if node.op_type != "Erfc":
+        if node.op_type not in ("Erfc", "Log1p"):
             nodes.append(node)
             continue
-        one, erf = f"{node.output[0]}.one", f"{node.output[0]}.erf"
-        nodes += [
-            onnx.helper.make_node("Erf", list(node.input), [erf], f"{node.name}.erf"),
-            onnx.helper.make_node("CastLike", ["onnx_remat.one", erf], [one], f"{node.name}.one"),
-            onnx.helper.make_node("Sub", [one, erf], list(node.output), node.name),
-        ]
-        if all(tensor.name != "onnx_remat.one" for tensor in model.graph.initializer):
-            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(1, np.float32), "onnx_remat.one"))
+        nodes += _erfc(node) if node.op_type == "Erfc" else _log1p(node)
+        if all(tensor.name != _ONE for tensor in model.graph.initializer):
+            model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(1, np.float32), _ONE))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
+
+
+_ONE = "onnx_remat.one"
+
+
+def _erfc(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return nodes for 1 - Erf."""
+    one, erf = f"{node.output[0]}.one", f"{node.output[0]}.erf"
+    return [
+        onnx.helper.make_node("Erf", list(node.input), [erf], f"{node.name}.erf"),
+        onnx.helper.make_node("CastLike", [_ONE, erf], [one], f"{node.name}.one"),
+        onnx.helper.make_node("Sub", [one, erf], list(node.output), node.name),
+    ]
+
+
+def _log1p(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return nodes for log(u) + (x - (u - 1)) / u with u = 1 + x rounded, which is accurate near zero."""
+    made: list[onnx.NodeProto] = []
+
+    def op(kind: str, name: str, *inputs: str) -> str:
+        made.append(onnx.helper.make_node(kind, inputs, [f"{node.output[0]}.{name}"], f"{node.name}.{name}"))
+        return str(made[-1].output[0])
+
+    x = node.input[0]
+    one = op("CastLike", "one", _ONE, x)
+    u = op("Add", "sum", x, one)
+    rounded = op("Sub", "rounded", u, one)
+    log = op("Log", "log", u)
+    rest = op("Div", "rest", op("Sub", "lost", x, rounded), u)
+    exact = op("Equal", "exact", x, rounded)  # also where x is -1 or infinite
+    op("Where", "chosen", exact, log, op("Add", "mended", log, rest))
+    made[-1].output[0], made[-1].name = node.output[0], node.name
+    return made
 
 
 def _store_captured(model: onnx.ModelProto, captures: Iterable[tuple[Any, Any]]) -> None:
@@ -254,27 +505,63 @@ def _import() -> tuple[Any, Any]:
 
 
 def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Rename the graph's inputs (``arg<i>``) and outputs."""
+    """Rename the graph's inputs (``arg<i>``) and outputs; an output that is an input, a constant or another output is
+    a copy of it."""
     graph = model.graph
     mapping = {value.name: inputs[int(value.name.removeprefix("arg"))] for value in graph.input}
-    mapping |= {value.name: name for value, name in zip(graph.output, outputs, strict=True)}
+    taken = {*mapping, *(tensor.name for tensor in graph.initializer)}
+    for value, name in zip(graph.output, outputs, strict=True):
+        if value.name in taken:
+            graph.node.append(onnx.helper.make_node("Identity", [value.name], [name], f"{name}.copy"))
+            value.name = name
+        else:
+            mapping[value.name] = name
+            taken.add(value.name)
     for value in (*graph.input, *graph.output, *graph.value_info):
         value.name = mapping.get(value.name, value.name)
-    for node in graph.node:
+    for node in _all_nodes(graph):
         node.input[:] = [mapping.get(name, name) for name in node.input]
         node.output[:] = [mapping.get(name, name) for name in node.output]
 
 
-def _expected(
-    tf: Any, step: Callable[..., Any], feeds: Mapping[str, np.ndarray], trained: Sequence[str], keep: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """Return the step's outputs computed by TensorFlow."""
-    given = {name: tf.constant(array) for name, array in feeds.items()}
-    with tf.GradientTape() as tape:
-        tape.watch([given[name] for name in trained])
-        loss, *after = step(*given.values())
-    gradients = tape.gradient(loss, [given[name] for name in trained])
-    expected = {names.LOSS: np.asarray(loss)}
-    for name, gradient in zip(trained, gradients, strict=True):
-        expected[names.gradient(name)] = np.asarray(tf.convert_to_tensor(gradient))
-    return expected | {name: np.asarray(a) for name, a in zip(keep, after, strict=True)}
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of a graph and of the bodies inside it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(body)
+
+
+class _Gradients:
+    """The step with TensorFlow's own gradients.
+
+    Attributes
+    ----------
+    connected : list of str
+        The trained variables that have a gradient; others are None in TensorFlow, and Keras leaves them as they are.
+    """
+
+    def __init__(
+        self, tf: Any, step: Callable[..., Any], given: Sequence[str], trained: Sequence[str], signature: Sequence[Any]
+    ) -> None:
+        self.connected: list[str] = []
+        self._tf, self._given = tf, given
+
+        def run(*values: Any) -> tuple[Any, ...]:
+            named = dict(zip(given, values, strict=True))
+            with tf.GradientTape() as tape:
+                tape.watch([named[name] for name in trained])
+                loss, *after = step(*values)
+            gradients = tape.gradient(loss, [named[name] for name in trained])
+            found = {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
+            self.connected[:] = found
+            return loss, *(tf.convert_to_tensor(g) for g in found.values()), *after
+
+        self._run = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+
+    def expected(self, feeds: Mapping[str, np.ndarray], keep: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the step's outputs as TensorFlow computes them."""
+        made = self._run(*(self._tf.constant(feeds[name]) for name in self._given))
+        called = [names.LOSS, *map(names.gradient, self.connected), *keep]
+        return {name: np.asarray(value) for name, value in zip(called, made, strict=True)}
