@@ -6,6 +6,7 @@ forward pass and the loss, with every variable as an input.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.messages import Setting
+from onnx_remat.messages import Setting, first_line
 from onnx_remat.ort import runtime
 
 from . import names, optimizers
@@ -180,9 +181,14 @@ def _resolved(loss: Loss | str | None) -> Loss | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error's text, behind the lines of a traceback that TensorFlow puts into it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    """Return what an error states, behind the lines of a traceback that TensorFlow puts into its text."""
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    stated = [i for i, line in enumerate(lines) if re.match(r"\w+(Error|Exception): ", line)]
+    if not stated:
+        return first_line(error)
+    count = 2 if "Exception encountered when calling" in lines[stated[-1]] else 1  # Keras names the layer first
+    return " ".join(lines[stated[-1] : stated[-1] + count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,12 +424,6 @@ def _leave(ctx: Any, node: Any, name: str, arguments: Any) -> None:
     """Leave an op to `_write_out`, without tf2onnx's message that it is not supported; a handler of tf2onnx."""
 
 
-_HANDLERS: dict[str, tuple[Callable[..., None], list[str]]] = {
-    "StopGradient": (_write_stopped, []),
-    "Erfc": (_leave, []),
-    "Log1p": (_leave, []),
-}
-
 _FLOATS = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 
 
@@ -440,13 +440,13 @@ def _dtypes(graph: Any) -> set[str]:
 
 
 def _write_out(model: onnx.ModelProto) -> None:
-    """Replace Erfc and Log1p, which tf2onnx writes but ONNX does not have."""
+    """Replace Erfc, Log1p and Expm1, which tf2onnx writes but ONNX does not have."""
     nodes = []
     for node in model.graph.node:
-        if node.op_type not in ("Erfc", "Log1p"):
+        if node.op_type not in _WRITTEN_OUT:
             nodes.append(node)
             continue
-        nodes += _erfc(node) if node.op_type == "Erfc" else _log1p(node)
+        nodes += _WRITTEN_OUT[node.op_type](node)
         if all(tensor.name != _ONE for tensor in model.graph.initializer):
             model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(1, np.float32), _ONE))
     del model.graph.node[:]
@@ -456,34 +456,59 @@ def _write_out(model: onnx.ModelProto) -> None:
 _ONE = "onnx_remat.one"
 
 
+class _Written:
+    """Nodes in place of one, named after it."""
+
+    def __init__(self, node: onnx.NodeProto) -> None:
+        self.node, self.made = node, list[onnx.NodeProto]()
+        self.x = node.input[0]
+        self.one = self.op("CastLike", "one", _ONE, self.x)
+
+    def op(self, kind: str, name: str, *inputs: str) -> str:
+        """Append a node and return its output."""
+        self.made.append(onnx.helper.make_node(kind, inputs, [f"{self.node.output[0]}.{name}"]))
+        self.made[-1].name = f"{self.node.name}.{name}"
+        return str(self.made[-1].output[0])
+
+    def finished(self) -> list[onnx.NodeProto]:
+        """Return the nodes, the last of which has the name and output of the one replaced."""
+        self.made[-1].output[0], self.made[-1].name = self.node.output[0], self.node.name
+        return self.made
+
+
 def _erfc(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Return nodes for 1 - Erf."""
-    one, erf = f"{node.output[0]}.one", f"{node.output[0]}.erf"
-    return [
-        onnx.helper.make_node("Erf", list(node.input), [erf], f"{node.name}.erf"),
-        onnx.helper.make_node("CastLike", [_ONE, erf], [one], f"{node.name}.one"),
-        onnx.helper.make_node("Sub", [one, erf], list(node.output), node.name),
-    ]
+    w = _Written(node)
+    w.op("Sub", "rest", w.one, w.op("Erf", "erf", w.x))
+    return w.finished()
 
 
 def _log1p(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """Return nodes for log(u) + (x - (u - 1)) / u with u = 1 + x rounded, which is accurate near zero."""
-    made: list[onnx.NodeProto] = []
+    w = _Written(node)
+    u = w.op("Add", "sum", w.x, w.one)
+    rounded = w.op("Sub", "rounded", u, w.one)
+    log = w.op("Log", "log", u)
+    rest = w.op("Div", "rest", w.op("Sub", "lost", w.x, rounded), u)
+    exact = w.op("Equal", "exact", w.x, rounded)  # also where x is -1 or infinite
+    w.op("Where", "chosen", exact, log, w.op("Add", "mended", log, rest))
+    return w.finished()
 
-    def op(kind: str, name: str, *inputs: str) -> str:
-        made.append(onnx.helper.make_node(kind, inputs, [f"{node.output[0]}.{name}"], f"{node.name}.{name}"))
-        return str(made[-1].output[0])
 
-    x = node.input[0]
-    one = op("CastLike", "one", _ONE, x)
-    u = op("Add", "sum", x, one)
-    rounded = op("Sub", "rounded", u, one)
-    log = op("Log", "log", u)
-    rest = op("Div", "rest", op("Sub", "lost", x, rounded), u)
-    exact = op("Equal", "exact", x, rounded)  # also where x is -1 or infinite
-    op("Where", "chosen", exact, log, op("Add", "mended", log, rest))
-    made[-1].output[0], made[-1].name = node.output[0], node.name
-    return made
+def _expm1(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return nodes for tanh(x / 2) (exp(x) + 1), which is accurate near zero."""
+    w = _Written(node)
+    half = w.op("Div", "half", w.x, w.op("Add", "two", w.one, w.one))
+    w.op("Mul", "product", w.op("Tanh", "tanh", half), w.op("Add", "above", w.op("Exp", "exp", w.x), w.one))
+    return w.finished()
+
+
+_WRITTEN_OUT = {"Erfc": _erfc, "Log1p": _log1p, "Expm1": _expm1}
+
+_HANDLERS: dict[str, tuple[Callable[..., None], list[str]]] = {
+    "StopGradient": (_write_stopped, []),
+    **{kind: (_leave, []) for kind in _WRITTEN_OUT},
+}
 
 
 def _store_captured(model: onnx.ModelProto, captures: Iterable[tuple[Any, Any]]) -> None:

@@ -303,6 +303,15 @@ def test_arguments_are_checked_first() -> None:
         export_training_step(None, (), "nse")
 
 
+def test_an_error_of_the_model_is_named_in_one_line() -> None:
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5)])
+    with pytest.raises(
+        ConversionError, match=r"^TensorFlow cannot trace the forward pass: \w+Error: .*\bshape"
+    ) as found:
+        export_training_step(model, (BATCHES[mlp][:, :3], TARGET), ENTROPY)
+    assert "\n" not in str(found.value)
+
+
 def test_a_loss_function_leaves_out_what_is_masked() -> None:
     tokens, target = RNG.integers(0, 3, (4, 6)).astype(np.int32), RNG.integers(0, 5, (4, 6))
     embedding = keras.layers.Embedding(3, 4, mask_zero=True)
@@ -355,12 +364,12 @@ def test_mixed_precision_has_the_tolerance_of_its_type(policy: str) -> None:
     export_training_step(keras.Sequential([keras.Input((8,)), *layers, *last]), (x, target), ENTROPY)
 
 
-def test_layers_that_could_draw_compiled_ones_and_log1p() -> None:
-    """An LSTM holds a seed that it does not use; Keras compiles grouped convolutions; the loss reads Log1p."""
+def test_layers_that_could_draw_compiled_ones_and_functions_near_zero() -> None:
+    """An LSTM holds a seed that it does not use; Keras compiles grouped convolutions; loss and CELU have no ONNX op."""
     layers = keras.layers
     model = keras.Sequential([
         keras.Input((3, 3, 4)), layers.Conv2D(4, 2, groups=2), layers.Reshape((2, 8)), layers.LSTM(4, unroll=True),
-        layers.Dense(1, activation="sigmoid"),
+        layers.Dense(4, activation="celu"), layers.Dense(1, activation="sigmoid"),
     ])  # fmt: skip
     batch = RNG.standard_normal((4, 3, 3, 4)).astype(np.float32), np.array([[0], [1], [1], [0]], np.float32)
     export_training_step(model, batch, keras.losses.BinaryCrossentropy())
