@@ -24,6 +24,10 @@ NOISE_SAMPLES = 3
 NOISE_ULPS = 8
 """Size of the change of inputs, in rounding errors: kernels that sum thousands of products are off by several."""
 
+HALF_ROUNDINGS = 4.0
+"""Largest error of an output of TensorFlow in half precision, in units of its change when the inputs change by one
+rounding error of that type: few, because each is as large as those of the step itself."""
+
 EXACT_ABOVE = 1e-5
 """Error in float32 above which step and framework are both compared with float64: about eighty rounding errors."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx_remat.converters.autodiff.rules import RULES
 
 from onnx_remat.converters import optimizers
 from onnx_remat.errors import ConversionError, UsageError
@@ -356,12 +357,16 @@ def test_state_is_copied_and_chosen() -> None:
 
 @pytest.mark.filterwarnings("ignore:tf2onnx writes bfloat16")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision_has_the_tolerance_of_its_type(policy: str) -> None:
-    layers = [keras.layers.Dense(32, activation="relu", dtype=policy) for _ in range(2)]
+def test_mixed_precision_has_the_tolerance_of_its_type(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [keras.layers.Dense(32, activation="tanh", dtype=policy) for _ in range(2)]  # without kinks
     last = [keras.layers.Dense(5, dtype=policy), keras.layers.Activation("linear", dtype="float32")]
     keras.utils.set_random_seed(0)
     x, target = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32), np.arange(16) % 5
-    export_training_step(keras.Sequential([keras.Input((8,)), *layers, *last]), (x, target), ENTROPY)
+    model = keras.Sequential([keras.Input((8,)), *layers, *last])
+    export_training_step(model, (x, target), ENTROPY)
+    monkeypatch.setitem(RULES, "Tanh", RULES["Identity"])  # wrong by more than rounding
+    with pytest.raises(ConversionError, match="the converted step is wrong"):
+        export_training_step(model, (x, target), ENTROPY)
 
 
 def test_layers_that_could_draw_compiled_ones_and_functions_near_zero() -> None:
