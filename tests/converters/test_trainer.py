@@ -14,7 +14,7 @@ import transformers
 from onnx_remat.converters.pytorch import budgeted
 from onnx_remat.converters.pytorch.trainer import BudgetedTrainer
 
-from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.errors import UsageError
 from tests.support.slow import few
 
 WORDS, LENGTH, BATCH, CLASSES = 90, 16, 8, 3
@@ -176,7 +176,7 @@ class Annealed(BudgetedTrainer):
 
 
 def test_a_loss_that_reads_the_state_is_refused(tmp_path):
-    with pytest.raises(ConversionError, match=r"compute_loss reads state\.global_step"):
+    with pytest.raises(UsageError, match=r"compute_loss reads state\.global_step"):
         trained(Annealed, language(layers=1), tmp_path, texts(2 * BATCH), check=False)
 
 
