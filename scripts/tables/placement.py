@@ -47,7 +47,7 @@ def rows(file: str, *, seconds: float = 30.0) -> Iterator[tuple[str, ...]]:
     found = solve(lower, upper, size, alignment=1, effort=1_000_000, time_limit=seconds)
     taken = time.monotonic() - began
     check_layout(lower, upper, size, found.offsets)
-    name, _, capacity = Path(file).stem.partition(".")
-    share = f"{found.height / int(capacity):.4f}" if capacity.isdigit() else ""
+    name, _, capacity = (stem := Path(file).stem).partition(".")
+    name, share = (name, f"{found.height / int(capacity):.4f}") if capacity.isdigit() else (stem, "")
     figures = f"{found.lower_bound:,}", f"{found.height:,}", f"{found.height / max(1, found.lower_bound):.4f}"
     yield name, str(len(size)), *figures, share, f"{taken:.1f}"
