@@ -21,7 +21,8 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation, prepare
-from onnx_remat.plan.request import Deadline, Request, get
+from onnx_remat.plan.request import Deadline
+from onnx_remat.plan.selectors import Request, get
 from onnx_remat.units import parse_budget
 from tests.support import published
 

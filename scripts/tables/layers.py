@@ -16,7 +16,7 @@ from unittest import mock
 import onnx
 
 from onnx_remat.memory.buffers import simulate
-from onnx_remat.plan.request import Request, get
+from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors import layers as by_layers
 from onnx_remat.units import parse_budget
 from scripts.tables.anytime import Graph, load

@@ -113,3 +113,11 @@ def test_the_examples_of_the_help_run_as_pasted(tmp_path, capsys):
         )
         assert (done.returncode, done.stderr) == (0, ""), arguments
         assert done.stdout
+
+
+@pytest.mark.parametrize("table", ["anytime", "layers"])
+def test_tables_of_the_search_know_its_selectors_by_themselves(table):
+    """They were registered by other imports, until those were gone."""
+    code = f"from scripts.tables import {table}; print({table}.get('auto').__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "auto"), done.stderr
