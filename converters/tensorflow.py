@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.ir.body import bodies
 from onnx_remat.messages import Setting, first_line
 from onnx_remat.ort import runtime
 
@@ -404,9 +405,8 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yield the nodes of a graph and of the bodies inside it."""
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(body)
+        for body in bodies(node):
+            yield from _all_nodes(body)
 
 
 class _Gradients:
