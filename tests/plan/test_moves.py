@@ -11,7 +11,7 @@ from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.loading import load, unload
 from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
-from onnx_remat.plan.search.tuning import CHAIN, HOIST, HOISTED
+from onnx_remat.plan.search.tuning import ADD, CHAIN, EARLY, HOIST, HOISTED, SWAP, TRIES, WHOLE
 from tests.support.planner_problems import build
 
 
@@ -60,6 +60,24 @@ def test_the_longest_move_has_room_in_its_log() -> None:
     steps = state.events["op"][state.at[state.at >= 0]]
     # It put in HOISTED, and took out the reader and, with all they alone had read, the others.
     assert fit.any() and len(steps) == len(order) + HOISTED - 1 - wide * CHAIN
+    assert is_true(state, problem)
+
+
+def test_one_move_recomputes_a_whole_chain() -> None:
+    """As part of it frees nothing: each value is as large as the one that it is made of."""
+    n = CHAIN // 2
+    links = [([i - 1] if i else [], [i]) for i in range(n)]
+    ops = [*links, *(([i], [n + i]) for i in range(n)), ([n - 1], [2 * n])]
+    problem = build(ops, [1] * (2 * n + 1), [2 * n], hold_unread=False)
+    order = np.arange(2 * n + 1, dtype=np.int32)
+    seeds = np.arange(1, 300_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    drawn = draws(seeds, TRIES + 8)
+    kind, (_, reader, _, deep, early) = drawn[1], drawn[TRIES + 3 :]
+    fit = (kind > SWAP) & (kind < SWAP + ADD) & (reader * (2 * n + 1) >= 2 * n) & (deep**2 > WHOLE) & (early > EARLY)
+    state = empty_state(liveness_model(problem).core, order, 10**6)
+    load(state, order)
+    one_move(state, seeds[np.argmax(fit)])
+    assert fit.any() and unload(state).tolist() == [*range(2 * n), *range(n), 2 * n]
     assert is_true(state, problem)
 
 

@@ -19,7 +19,7 @@ from onnx_remat.plan.search.intervals import (
     touch_before,
 )
 from onnx_remat.plan.search.state import COUNT, EXCESS, FIXED
-from onnx_remat.plan.search.tuning import CHAIN, EARLY, HOISTED, LONGEST_ADDED, NEAR, TRIES
+from onnx_remat.plan.search.tuning import CHAIN, EARLY, HOISTED, LONGEST_ADDED, NEAR, TRIES, WHOLE
 from onnx_remat.process.compiled import inlined
 
 
@@ -194,6 +194,8 @@ def pick_read(s, rng, hot):  # type: ignore[no-untyped-def]
 def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     """Recompute the value read by touch `x` just before it, and some of the inputs that are dead by then, at random.
 
+    An input is recomputed with probability `deep`; above `WHOLE` all are, back to values that are live.
+
     Return the log's new length (0: impossible, or more expensive than `most_cost`) and the cost.
     """
     node = s.nodes[x]
@@ -221,6 +223,8 @@ def add(s, rng, x, log, n, deep, most_cost):  # type: ignore[no-untyped-def]
     n += 1
     added = op.cost
     most = first + 1 + int(LONGEST_ADDED * draw_small(rng))  # few moves are long: most long chains are rejected
+    if deep > WHOLE:  # part of a chain frees nothing where what it reads is as large as what it makes
+        deep, most = 1.0, first + CHAIN
     i = first
     while i < n:
         f = log[i, 0]

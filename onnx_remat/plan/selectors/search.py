@@ -92,20 +92,25 @@ def find(request: Request) -> Candidate:
     best = best_of([*plain, *classical, *given])
     if not plain[0].over:
         return best
-    target = request.budget
+    target, cheap = request.budget, DEAR * plain[0].cost
+    nearest = plain[0]
     for _ in range(TIGHTER_TARGETS):
         if request.deadline.passed():
             break
-        found = _anneal_seeds(request, view, plain, [*given, *classical], target, work)
-        best = best_of([best, with_budget(found, request.budget)])
+        annealings = _anneal_seeds(request, view, plain, [*given, *classical], target, work)
+        found = best_of(annealings)
+        plans = [with_budget(plan, request.budget) for plan in annealings]
+        best = best_of([best, *plans])
+        nearest = min((plan for plan in (nearest, *plans) if plan.over and plan.cost <= cheap), key=lambda p: p.peak)
         if not best.over or not fits(view, found, target):
             break  # if even liveness exceeds the target, a lower one does not help
         target = int(target * request.budget / max(found.peak, request.budget + 1) * 0.995)
         work //= 4
+    if best.over or best.cost > cheap:
+        start = best if best.over else nearest
+        best = best_of([best, _extend_effort(request, view, start, target, allowance(request))])
     if request.use_time:
         best = _continue_from(request, view, best, target, allowance(request))
-    elif best.over:
-        best = _extend_effort(request, view, best, target, allowance(request))
     request.progress("done", 1.0)
     return best
 
@@ -162,8 +167,8 @@ def with_budget(plan: Candidate, budget: int) -> Candidate:
 
 def _anneal_seeds(
     request: Request, view: LivenessModel, plain: list[Candidate], others: list[Candidate], budget: int, work: int
-) -> Candidate:
-    """Anneal from several starting points, then continue from the best plans; `work` is per lane."""
+) -> list[Candidate]:
+    """Anneal from several starting points, then continue from the best plans; return all found. `work` is per lane."""
     clock = request.deadline
     work *= LANES
     others = sorted((with_budget(plan, budget) for plan in others), key=lambda plan: plan.key)
@@ -182,8 +187,11 @@ def _anneal_seeds(
     tried = sorted([*others[:1], *in_parallel(start, range(tries))], key=lambda plan: plan.key)
     above = [plan for plan in (*tried, *others) if plan.over]
     if tried[0].over or (above and tried[0].cost > DEAR * plain[0].cost):
-        lowest = min(above, key=lambda plan: plan.peak)
-        kept, most = [(lowest, int(budget * aim)) for aim in AIMS], int(work * CONTINUE_SHARE)
+        above = sorted(above, key=lambda plan: plan.peak)
+        cheap = [plan for plan in above if plan.cost <= DEAR * plain[0].cost]
+        starting = above[0], (cheap or above)[0]
+        kept = [(plan, int(budget * aim)) for plan, aim in zip(starting, AIMS, strict=True)]
+        most = int(work * CONTINUE_SHARE)
     else:
         kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else LANES]]
         most = int(work * CONTINUE_SHARE / len(kept))
@@ -194,13 +202,14 @@ def _anneal_seeds(
         seed = request.seed + tries + i
         return with_budget(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
 
-    best = best_of([*tried, kept[0][0], *in_parallel(go_on, range(len(kept)))])
+    found = [*tried, kept[0][0], *in_parallel(go_on, range(len(kept)))]
+    best = best_of(found)
     rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
     def finish(i: int) -> Candidate:
         return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
 
-    return best_of([best, *in_parallel(finish, range(len(LAST_HEATS)))])
+    return [*found, *in_parallel(finish, range(len(LAST_HEATS)))]
 
 
 def _improving(request: Request, plan: Candidate) -> str:
