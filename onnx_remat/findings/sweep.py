@@ -108,7 +108,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     Examples
     --------
     >>> from sample_models.chain import chain
-    >>> curve = sweep(chain(16, 1024, 64), 3, effort=0.1)
+    >>> curve = sweep(chain(8, 1024, 64), 3, effort=0.02)
     >>> [p.extra_compute for p in curve.points] == sorted(p.extra_compute for p in curve.points)
     True
     """

@@ -957,6 +957,7 @@ def test_dropouts_behind_frozen_layers_drop():
         assert len({step(batch) for _ in range(4)}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize("quiet", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_terminal_shows_what_is_being_done(quiet):

@@ -151,6 +151,7 @@ def test_tensors_of_modules_that_are_no_buffers():
     assert model.inner[0].weight.isfinite().all()
 
 
+@pytest.mark.slow
 def test_hooks_that_read_a_mask():
     model, batch, mask = network(), example(), torch.ones(8, 6)
     model[0].weight.register_hook(lambda gradient: gradient * mask)
@@ -203,6 +204,7 @@ class OfTensorsNumbers(OfNumpy):
         self.numbers = self.tensor.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few([OfRow, OfNumbers, OfTensorsNumbers], [OfNumbers]))
 def test_memory_that_another_takes_the_place_of(kind):
     """The first was read in every step."""
@@ -237,6 +239,7 @@ def test_a_cache_outside_the_model():
     assert step((x, target)) == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_memory_in_the_defaults_of_a_function_lasts():
     def loss(made, target, numbers=np.ones(3, np.float32)):  # noqa: B008  # lasts as long as the function
         return F.cross_entropy(made, target, torch.from_numpy(numbers))
@@ -248,6 +251,7 @@ def test_memory_in_the_defaults_of_a_function_lasts():
     assert step(batch) > step(batch)
 
 
+@pytest.mark.slow
 def test_memory_that_nothing_of_python_holds():
     model, kept = network(), bytearray(np.ones(3, np.float32).tobytes())
 

@@ -265,6 +265,7 @@ def test_torchrun_starts_a_job_and_a_failure_is_its_failure(model, tmp_path):
     assert "onnx-remat: rank 0: error: no value for input" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_batch_has_the_rate_of_the_others(model, tmp_path):
     """Without shards each rank updates all by itself; with them, a rank updates its share for all."""
     apart, _ = shared_batches(3, 2, ROWS, WIDTH)
@@ -282,6 +283,7 @@ def test_a_rank_without_a_batch_has_the_rate_of_the_others(model, tmp_path):
         np.testing.assert_allclose(shards[0].state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_in_float16_do_not_overflow_by_their_weights(model, tmp_path):
     apart, _ = shared_batches(2, 2, ROWS, WIDTH)
     state = first_state(onnx.load(model))

@@ -246,6 +246,7 @@ def test_infeasible_budget_says_what_is_possible():
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_bound_is_refused_at_once_and_said_to_be_proved():
     """Whatever the time limit: searched for, this would take ten minutes."""
     model = mlp(layers=12, batch=1024, width=32)
