@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import onnx
 from onnx import TypeProto, inliner, shape_inference
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.body import bodies
 from onnx_remat.process import worker
 from onnx_remat.process.child import Limit
 
@@ -75,6 +76,7 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[bool, bytes]:
     without ops on long vectors: a shape has few dimensions, and ONNX makes an entry for every element.
     """
     model = onnx.ModelProto.FromString(data)
+    named = _named_dims(model.graph)
     try:
         inferred = shape_inference.infer_shapes(model, strict_mode=strict, data_prop=False).graph
         types = stated(inferred)
@@ -91,7 +93,22 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[bool, bytes]:
         raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
     made = onnx.GraphProto()
     made.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
+    for dim in _dims(made):
+        if dim.dim_param and dim.dim_param not in named:
+            dim.ClearField("dim_param")  # ONNX names each unknown size; for ONNX Runtime no two of them are equal
     return took, made.SerializeToString()
+
+
+def _named_dims(graph: onnx.GraphProto) -> set[str]:
+    """Return the names of symbolic dimensions that a graph, or a body in it, states."""
+    named = {dim.dim_param for dim in _dims(graph)}
+    return named.union(*(_named_dims(body) for node in graph.node for body in bodies(node)))
+
+
+def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
+    for values in (graph.value_info, graph.input, graph.output):
+        for value in values:
+            yield from value.type.tensor_type.shape.dim
 
 
 _LONG = 1024  # elements above which a vector is not a shape

@@ -12,6 +12,7 @@ from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import graph, shapes
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN
+from onnx_remat.memory.buffers import simulate
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
@@ -401,8 +402,7 @@ def test_rewritten_files_have_the_shapes_of_a_whole_inference(name):
     ir = graph.build(written)
 
     def facts(found):
-        unnamed = {s for t in found.values() for s in t.symbolic or () if str(s).startswith("unk__")}
-        dims = {n: [("?" if s in unnamed else s) for s in t.symbolic or (None,)] for n, t in found.items()}
+        dims = {n: t.symbolic or (None,) for n, t in found.items()}
         return {n: (t.dtype, t.shape, t.nbytes) for n, t in found.items()}, dims
 
     assert facts(shapes.infer(ir, derived=True)) == facts(shapes.infer(ir))
@@ -426,3 +426,17 @@ def test_sizes_that_no_runtime_follows_stay_unknown_to_it():
     tensor = prepare(model, Preparation(CPU)).tensors["y"]
     assert tensor.shape == (6, 2)
     assert not all(isinstance(size, int) for size in tensor.symbolic)
+
+
+def test_sizes_that_the_file_does_not_name_have_no_name():
+    """ONNX Runtime gives unknown sizes no name, so that it overwrites no value of such a shape."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[b, 300] x) => (float loss) <int64[2] to = {-1, 600}> {
+            y = Reshape (x, to)  t = Tanh (y)  u = Tanh (t)  loss = ReduceSum <keepdims = 0> (u)
+        }""")
+    compiled = prepare(model, Preparation(CPU, {"b": 100}))
+    assert compiled.tensors["t"].symbolic == compiled.tensors["u"].symbolic == (None, 600)
+    assert shapes.all_dims(compiled.tensors, {"b": 100}) == {"b": 100}
+    values = {value.name: value.type.tensor_type.shape.dim for value in shapes.declared(model).graph.value_info}
+    assert [(dim.dim_param, dim.dim_value) for dim in values["t"]] == [("", 0), ("", 600)]
+    assert simulate(compiled.problem, compiled.default_order()).peak >= 3 * 100 * 300 * 4  # x, and two of y, t and u
