@@ -9,7 +9,7 @@ import onnx
 
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir import dropout, graph, phases, shapes
-from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.graph import Graph, Op
 from onnx_remat.ir.op_semantics import overwritten
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ir.training_ops import first_training_op
@@ -96,7 +96,7 @@ def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
     """
     ir = graph.build(model, stated.kernels.no_kernel)
     checked = shapes.check_declared(ir.model)
-    _check_overwritten(ir)
+    _check_overwritten(ir, stated.kernels)
     _check_allowed(ir, stated.allow_recompute)
     tensors = shapes.infer(ir, stated.dims, askers=SHAPE_ASKERS, checked=checked)
     ir = dropout.split(ir, tensors)
@@ -127,18 +127,33 @@ def _keeping(ir: Graph, table: OpTable, keep: Sequence[str]) -> OpTable:
     return replace(table, recomputable=tuple(r and i not in kept for i, r in enumerate(table.recomputable)))
 
 
-def _check_overwritten(ir: Graph) -> None:
-    """Check that a value overwritten by a kernel has no other reader: the order would decide which value it reads."""
-    readers = ir.readers
+def _check_overwritten(ir: Graph, kernels: Kernels) -> None:
+    """Check that memory overwritten by a kernel has no other reader: the order would decide which value it reads.
+
+    A value and its views (`Kernels.aliases`) lie in the same memory.
+    """
     outputs = {name for name, value in ir.values.items() if value.is_output}
+    lies_in: dict[str, str] = {}
+    readers: dict[str, list[int]] = {}
+    overwriting: list[tuple[Op, int]] = []
     for op in ir.ops:
-        for slot in overwritten(op.node, outputs):
-            others = [i for i in readers[op.inputs[slot]] if i != op.index]
-            if others:
-                raise ModelError(
-                    f"node {op.label!r} ({op.node.op_type}) overwrites {op.inputs[slot]!r}, which node "
-                    f"{ir.ops[others[0]].label!r} reads too: give each an input of its own"
-                )
+        slots = overwritten(op.node, outputs)
+        overwriting += ((op, slot) for slot in slots)
+        pairs = [pair for pair in kernels.aliases(op.node) if pair[0] not in slots]
+        views = {i: name for i, out in pairs for name in op.outputs[out : out + 1] if name and name not in outputs}
+        for slot, name in enumerate((*op.inputs, *op.captured)):
+            if slot in views:
+                lies_in[views[slot]] = lies_in.get(name, name)
+            else:
+                readers.setdefault(lies_in.get(name, name), []).append(op.index)
+    for op, slot in overwriting:
+        name = lies_in.get(op.inputs[slot], op.inputs[slot])
+        others = [i for i in readers[name] if i != op.index]
+        if others:
+            raise ModelError(
+                f"node {op.label!r} ({op.node.op_type}) overwrites {name!r}, which node "
+                f"{ir.ops[others[0]].label!r} reads too: give each an input of its own"
+            )
 
 
 def _check_allowed(ir: Graph, allow: Sequence[str]) -> None:

@@ -143,6 +143,30 @@ def test_what_a_kernel_overwrites_nobody_else_may_read() -> None:
         rewrite_model(model, "75%", dims=DIMS["cnn"], verify="none", run_by="session")
 
 
+@pytest.mark.parametrize(
+    ("reads", "refused"),
+    [
+        ("z = Mul (h, m)", True),
+        ("other = Flatten (m)  z = Add (other, other)", True),
+        ("z = Neg (n)", False),  # the new statistics
+        ("z = Shape (x)", False),
+    ],
+)
+def test_what_a_kernel_overwrites_through_a_view_nobody_else_may_read(reads: str, refused: bool) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[2, 8] x, float[8] s, float[8] b, float[1, 8] m, float[8] v) => (float[2, 8] y, z)
+        <int64[1] to = {{8}}> {{
+            r = Reshape (m, to)  h = Exp (x)
+            y, n, w = BatchNormalization <training_mode = 1> (h, s, b, r, v)
+            {reads}
+        }}""")
+    if refused:
+        with pytest.raises(ModelError, match=r"\(BatchNormalization\) overwrites 'm', which node .* reads too"):
+            prepare(model, Preparation(CPU))
+    else:
+        assert prepare(model, Preparation(CPU))
+
+
 def test_a_gradient_op_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "available", lambda: False)  # which would not know it either, but takes its time
     model = load("cnn")
