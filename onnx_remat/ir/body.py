@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
+from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.messages import Setting
 
@@ -44,8 +45,7 @@ def bytes_in_bodies(nodes: Iterable[onnx.NodeProto]) -> int:
 
 def constant_bytes(body: onnx.GraphProto) -> int:
     """Return the bytes of all constants of a body, and of the bodies in it."""
-    stated = (a.t for node in body.node if node.op_type == "Constant" for a in node.attribute if a.name == "value")
-    tensors = [*body.initializer, *stated]
+    tensors = [*body.initializer, *filter(None, map(tensor_of, body.node))]
     return sum(tensor_bytes(tensor.data_type, tensor.dims) for tensor in tensors) + bytes_in_bodies(body.node)
 
 

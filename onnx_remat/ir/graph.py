@@ -14,6 +14,7 @@ import onnx
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import native
 from onnx_remat.ir.body import bodies, defined_in
+from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.expand import Ops, expand
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
@@ -229,8 +230,8 @@ def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     """Return the constants of a graph, by name: ``Constant`` nodes, and initializers that no caller may override."""
     inputs = {value.name for value in graph.input}
     stated = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
-    given = (node for node in graph.node if is_constant(node))
-    return stated | {node.output[0]: a.t for node in given for a in node.attribute if a.name == "value"}
+    given = ((node, tensor_of(node)) for node in graph.node)
+    return stated | {node.output[0]: tensor for node, tensor in given if tensor is not None}
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, object]:

@@ -17,6 +17,7 @@ from onnx import TypeProto, inliner, shape_inference
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.body import bodies
+from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.process import worker
 from onnx_remat.process.child import Limit
 
@@ -141,10 +142,8 @@ def stated(graph: onnx.GraphProto) -> Types:
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
     for node in graph.node:
-        if node.op_type == "Constant" and len(node.output) == 1 and node.output[0] not in types:
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    types[node.output[0]] = onnx.helper.make_tensor_type_proto(attribute.t.data_type, attribute.t.dims)
+        if (tensor := tensor_of(node)) is not None and node.output[0] not in types:
+            types[node.output[0]] = onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
     return types
 
 

@@ -204,10 +204,11 @@ def initializer_bytes(path: str) -> int:
     """Return the bytes of the initializers in a file: they are resident before the run starts."""
     import onnx
 
+    from onnx_remat.ir.constant_nodes import tensor_of
     from onnx_remat.ir.dtypes import tensor_bytes
 
     graph = onnx.load(path, load_external_data=False).graph
-    constants = [a.t for n in graph.node if n.op_type == "Constant" for a in n.attribute if a.name == "value"]
+    constants = filter(None, map(tensor_of, graph.node))
     return sum(tensor_bytes(t.data_type, t.dims) for t in [*graph.initializer, *constants])
 
 

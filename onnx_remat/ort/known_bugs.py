@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import opset_of
@@ -216,7 +217,7 @@ class _Scope:
         for node in graph.node:
             makers.update(dict.fromkeys(node.output, node))
             reads.update(node.input)
-            if node.op_type == "Constant" and (value := _attribute(node, "value")) is not None:
+            if (value := tensor_of(node)) is not None:
                 constants[node.output[0]] = value
         ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
         return _Scope(graph, opset, ranks, constants, makers, reads)

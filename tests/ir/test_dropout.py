@@ -64,6 +64,15 @@ def test_a_dropout_whose_mask_is_read_is_a_draw_and_a_product() -> None:
     assert dropout.whole(compiled.graph.ops[draw], compiled.graph.ops[product]) == compiled.graph.model.graph.node[1]
 
 
+def test_a_ratio_may_be_stated_in_any_form_of_a_constant() -> None:
+    step = model(ratio_input=", float ratio")
+    del step.graph.input[-1]
+    step.graph.node.insert(0, parser.parse_node("ratio = Constant <value_float = 0.25> ()"))
+    compiled = compiled_of(step)
+    assert op_types(compiled)[1:3] == ["DropoutDraw", "DropoutProduct"]
+    assert dropout.kept(compiled.graph.ops[2]) == 0.75
+
+
 @pytest.mark.parametrize(
     "whole",
     [

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph, shapes
+from onnx_remat.ir.body import constant_bytes
 from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
@@ -95,6 +96,32 @@ def test_constant_nodes_are_initializers():
     assert ir.ops[0].index == 0 and ir.ops[0].label == "Add->y"
     assert ir.values["k"].kind == graph.INITIALIZER
     assert shapes.infer(ir)["k"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("value_float = 0.5", np.float32(0.5)),
+        ("value_floats = [0.5, 2.0]", np.array([0.5, 2], np.float32)),
+        ("value_int = 3", np.int64(3)),
+        ("value_ints = [3, 4]", np.array([3, 4])),
+        ("value = int32[1] {7}", np.array([7], np.int32)),
+    ],
+)
+def test_constants_of_every_form_are_known(form, expected):
+    node = onnx.parser.parse_node(f"c = Constant <{form}> ()")
+    outer = graph.constants(onnx.GraphProto(node=[node]))
+    found = onnx.numpy_helper.to_array(outer["c"])
+    assert (found.dtype, found.shape, found.tolist()) == (expected.dtype, expected.shape, expected.tolist())
+    assert constant_bytes(onnx.GraphProto(node=[node])) == expected.nbytes
+
+
+def test_a_constant_of_sparse_values_is_not_known():
+    sparse = helper.make_sparse_tensor(
+        helper.make_tensor("v", 1, [1], [2.0]), helper.make_tensor("i", 7, [1], [3]), [300]
+    )
+    node = helper.make_node("Constant", [], ["c"], sparse_value=sparse)
+    assert not graph.constants(onnx.GraphProto(node=[node]))
 
 
 def test_initializers_may_repeat_an_input():
