@@ -14,7 +14,7 @@ from onnx_remat import files
 from onnx_remat.errors import VerificationError
 from onnx_remat.ir import model_io, native, shapes
 from onnx_remat.ir.body import into_body
-from onnx_remat.ir.graph import Graph, build
+from onnx_remat.ir.graph import build
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.measure import fixed_draws, processes, training_memory
 from onnx_remat.measure.probe import FEEDS
@@ -84,14 +84,10 @@ class Measured:
     after_beyond: int = 0
 
 
-def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -> None:
+def check(original: onnx.ModelProto, rewritten: onnx.ModelProto) -> None:
     """Check without running that the model is valid, has the same interface and contains every node of the original.
 
-    Parameters
-    ----------
-    original, rewritten : onnx.ModelProto
-    graph : Graph
-        Graph of `rewritten`; building it has already proved it topologically ordered and free of name clashes.
+    Its simulation has already proved it topologically ordered and free of name clashes.
 
     Raises
     ------
@@ -107,7 +103,7 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto, graph: Graph) -
         before, after = getattr(original.graph, what), getattr(rewritten.graph, what)
         if [v.SerializeToString() for v in before] != [v.SerializeToString() for v in after]:
             raise VerificationError(f"the rewritten model's {what}s differ from the original's")
-    made = {name for op in graph.ops for name in op.writes}
+    made = {name for node in rewritten.graph.node for name in node.output}
     if lost := [
         n.name for n in original.graph.node if not made.issuperset(filter(None, n.output)) and n.op_type != "Constant"
     ]:

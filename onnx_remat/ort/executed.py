@@ -102,7 +102,7 @@ def as_executed(
     ModelError
         ONNX Runtime cannot load the model.
     """
-    if level == "disable" or not runtime.available():
+    if not runtime.available() or (level == "disable" and not _gets_casts(model, stated)):
         return _emulated(model, stated, "", known)
     if not _is_asked(model, stated):
         return _emulated(model, stated, _MANY_NODES, known)
@@ -143,6 +143,11 @@ def as_optimized(
     executed = executed_as_it_lies(optimized, stated)
     # With optimisations off, ONNX Runtime saves nodes in the file's order, not in execution order.
     return replace(executed, order=executed.compiled.default_order()) if level == "disable" else executed
+
+
+def _gets_casts(model: onnx.ModelProto, stated: Preparation) -> bool:
+    """Whether ONNX Runtime inserts casts, also with optimisations off: around ops in half precision, on the CPU."""
+    return stated.kernels.execution_providers == runtime.HOST and half_precision.has_halves(model)
 
 
 def _is_shown_whole(model: onnx.ModelProto, stated: Preparation) -> bool:

@@ -261,7 +261,7 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     original, compiled = job.original, job.goal.memory.compiled
     plain, options = executed["disable"], original.options
     if options.verify != "none":
-        verify.check(compiled.graph.model, written.model, plain.compiled.graph)
+        verify.check(compiled.graph.model, written.model)
     if options.verify != "run":
         return None
     order = [plain.compiled.graph.ops[i].node.name for i in plain.order.order]

@@ -101,6 +101,20 @@ def test_a_private_value_gets_its_own_buffer_in_the_runtime(tmp_path):
     assert peak(hidden=False) - peak(hidden=True) == pytest.approx(4 * n, rel=0.1)
 
 
+def test_casts_around_half_precision_count_with_optimisations_off_too(tmp_path):
+    """The CPU computes half precision in float32, so that ONNX Runtime inserts casts at every level."""
+    exps = " ".join(f"a{i} = Exp (x)" for i in range(4))
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+        g (float16[1024, 1024] x) => (float16 y) {{
+            {exps}  s = Sum (a0, a1, a2, a3)  y = ReduceMax <keepdims = 0> (s)
+        }}""")
+    onnx.save(model, tmp_path / "half.onnx")
+    simulated = as_executed(model, None, "disable", Preparation(CPU)).timeline.peak
+    measured = processes.measure(tmp_path / "half.onnx", "disable").peak_bytes
+    assert simulated == pytest.approx(measured, rel=0.05)
+    assert simulated > 1.5 * as_executed(model, None, "all", Preparation(CPU)).timeline.peak
+
+
 def test_values_in_the_blocked_layout_share_buffers(tmp_path):
     """What a Concat reads is freed after it, unless convolutions after it, in ONNX Runtime's layout, take it over."""
     size, wide = [1, 16, 256, 256], [1, 32, 256, 256]
