@@ -17,9 +17,10 @@ import onnx
 from onnx import helper, numpy_helper
 
 from onnx_remat.ir.constant_nodes import tensor_of
+from onnx_remat.ir.dropout import training_mode
 from onnx_remat.ir.graph import Graph
 from onnx_remat.ir.op_semantics import semantics
-from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ir.opsets import canonical, opset_of
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -214,28 +215,25 @@ class _Scope:
         constants = (dict(outer.constants) if outer else {}) | {t.name: t for t in graph.initializer}
         makers: dict[str, onnx.NodeProto] = {}  # no fusion reaches into the outer graph
         reads = Counter(value.name for value in graph.output)
-        for node in graph.node:
+        for node in reversed(graph.node):
             makers.update(dict.fromkeys(node.output, node))
-            reads.update(node.input)
+            if node.op_type != "Identity" or reads[node.output[0]]:  # it is eliminated where no node reads it
+                reads.update(node.input)
             if (value := tensor_of(node)) is not None:
                 constants[node.output[0]] = value
         ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
         return _Scope(graph, opset, ranks, constants, makers, reads)
 
-    def maker(self, name: str, *, through: tuple[str, ...] = ()) -> onnx.NodeProto | None:
-        """Return the node that makes a value, past nodes of the ops in `through`."""
+    def maker(self, name: str, past: Callable[[onnx.NodeProto, _Scope], str] = lambda *_: "") -> onnx.NodeProto | None:
+        """Return the node that makes a value; for nodes before it, `past` names the input to go on from."""
         node = self.makers.get(name)
-        while node is not None and node.op_type in through and self._keeps(node):
-            node = self.makers.get(node.input[0])
+        while node is not None and (before := past(node, self)):
+            node = self.makers.get(before)
         return node
-
-    def _keeps(self, node: onnx.NodeProto) -> bool:
-        """Whether a node changes only type and scale."""
-        return len(node.input) == 1 or self.ranks.get(node.input[1]) == 0
 
     def fixed(self, name: str) -> bool:
         """Whether a value is an input, a constant, or computed from constants alone without random numbers."""
-        if self.maker(name, through=("Identity",)) is None:
+        if self.maker(name, _copied) is None:
             return True
         waiting, seen = [name], {name}
         while waiting:
@@ -250,6 +248,18 @@ class _Scope:
             waiting += new
         return True
 
+    def single(self, name: str, next_to: str) -> bool:
+        """Whether a value is one number, of no more dimensions than `next_to`."""
+        dims = self.constants[name].dims if name in self.constants else None
+        return self.ranks.get(name) == 0 or (
+            dims is not None and set(dims) == {1} and len(dims) <= self.ranks.get(next_to, len(dims))
+        )
+
+    def zero(self, name: str, next_to: str) -> bool:
+        """Whether a value is the constant zero, of no more dimensions than `next_to`."""
+        value = self.constant(name) if self.single(name, next_to) else None
+        return value is not None and not value.any()
+
     def constant(self, name: str) -> np.ndarray | None:
         tensor = self.constants.get(name)
         return None if tensor is None or tensor.data_location else numpy_helper.to_array(tensor)
@@ -257,10 +267,9 @@ class _Scope:
 
 def _found(scope: _Scope) -> Iterator[Found]:
     for node in scope.graph.node:
-        if node.domain in ("", "ai.onnx"):
-            for bug, meets in _PATTERNS.get(node.op_type, ()):
-                if meets(node, scope):
-                    yield Found(bug, node.name or node.output[0])
+        for bug, meets in _PATTERNS.get((canonical(node.domain), node.op_type), ()):
+            if meets(node, scope):
+                yield Found(bug, node.name or node.output[0])
         for attribute in node.attribute:
             for body in (attribute.g, *attribute.graphs) if attribute.type in _BODIES else ():
                 yield from _found(_Scope.of(body, scope.opset, {}, scope))
@@ -273,10 +282,32 @@ def _attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 
+def _copied(node: onnx.NodeProto, _: _Scope) -> str:
+    """Return the input of an Identity; empty for any other node."""
+    return node.input[0] if node.op_type == "Identity" else ""
+
+
+def _scaled(node: onnx.NodeProto, scope: _Scope) -> str:
+    """Return the input of a node that changes nothing but type and scale; empty for any other node."""
+    kind = node.op_type
+    inputs: list[str] = [*node.input]
+    if kind in ("Identity", "Cast", "CastLike") or training_mode(node, scope.constants) is False:
+        return inputs[0]
+    if kind in ("Mul", "Div", "Add", "Sub"):
+        operands = [inputs, inputs[::-1]] if kind in ("Mul", "Add") else [inputs]
+        keeps = scope.single if kind in ("Mul", "Div") else scope.zero
+        return next((kept for kept, other in operands if keeps(other, kept)), "")
+    stated = scope.constant(inputs[1]) if kind in ("Reshape", "Expand") else None
+    if stated is None or (kind == "Reshape" and _attribute(node, "allowzero", 0)):
+        return ""
+    idle = stated.size <= scope.ranks.get(inputs[0], stated.size) and (stated == (kind == "Expand")).all()
+    return inputs[0] if idle else ""
+
+
 def _transposed_by_vector(node: onnx.NodeProto, scope: _Scope) -> bool:
     if scope.ranks.get(node.input[1]) != 1:
         return False
-    before = scope.maker(node.input[0], through=("Cast", "Identity", "Mul", "Div"))
+    before = scope.maker(node.input[0], _scaled)
     if before is None or before.op_type != "Transpose":
         return False
     perm = _perm(before, scope)
@@ -294,7 +325,7 @@ def _perm(node: onnx.NodeProto, scope: _Scope) -> list[int] | None:
 
 def _zero_pad(node: onnx.NodeProto, scope: _Scope) -> onnx.NodeProto | None:
     """Return the Pad with zeros and without axes that makes the input of a node."""
-    pad = scope.maker(node.input[0], through=("Identity",))
+    pad = scope.maker(node.input[0], _copied)
     if pad is None or pad.op_type != "Pad" or _attribute(pad, "mode", b"constant") != b"constant" or any(pad.input[3:]):
         return None
     stated = np.asarray(_attribute(pad, "value", 0.0))  # before opset 11
@@ -316,7 +347,7 @@ def _padded_average(node: onnx.NodeProto, scope: _Scope) -> bool:
     """Whether 1.19 (the pool does not count its own pads) or 1.22 (uneven pads) fails to count the Pad's zeros."""
     if not _zero_padded(node, scope):
         return False
-    pad = scope.maker(node.input[0], through=("Identity",))
+    pad = scope.maker(node.input[0], _copied)
     widths = None
     if pad is not None:
         widths = scope.constant(pad.input[1]) if len(pad.input) > 1 else np.asarray(_attribute(pad, "pads", ()))
@@ -402,14 +433,15 @@ def _miscounted(node: onnx.NodeProto, scope: _Scope) -> bool:
     return miscounts_pads(scope.opset, _attribute(node, "count_include_pad", 0), _attribute(node, "pads", ()))
 
 
-_PATTERNS: dict[str, tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]], ...]] = {
-    "MatMul": ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
-    "MaxPool": ((PADDED_MAXIMUM, _padded_maximum),),
-    "AveragePool": ((PADDED_AVERAGE, _padded_average), (MISCOUNTED_PADS, _miscounted)),
-    "Transpose": ((IDLE_TRANSPOSE, _idle_after),),
-    "Gemm": ((IDLE_TRANSPOSE, _idle_before),),
-    "Add": ((IDLE_TRANSPOSE, _idle_in_sum),),
-    "Dropout": ((LOST_DROPOUT, _lost_dropout),),
-    "LayerNormalization": ((LOST_STATISTICS, _lost_statistics),),
-    "BatchNormalization": ((SHARED_STATISTICS, _shared_statistics),),
+_PATTERNS: dict[tuple[str, str], tuple[tuple[Bug, Callable[[onnx.NodeProto, _Scope], bool]], ...]] = {
+    ("", "MatMul"): ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
+    ("com.microsoft", "FusedMatMul"): ((TRANSPOSED_BY_VECTOR, _transposed_by_vector),),
+    ("", "MaxPool"): ((PADDED_MAXIMUM, _padded_maximum),),
+    ("", "AveragePool"): ((PADDED_AVERAGE, _padded_average), (MISCOUNTED_PADS, _miscounted)),
+    ("", "Transpose"): ((IDLE_TRANSPOSE, _idle_after),),
+    ("", "Gemm"): ((IDLE_TRANSPOSE, _idle_before),),
+    ("", "Add"): ((IDLE_TRANSPOSE, _idle_in_sum),),
+    ("", "Dropout"): ((LOST_DROPOUT, _lost_dropout),),
+    ("", "LayerNormalization"): ((LOST_STATISTICS, _lost_statistics),),
+    ("", "BatchNormalization"): ((SHARED_STATISTICS, _shared_statistics),),
 }

@@ -14,7 +14,7 @@ V = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
 
 
 def model(text: str) -> onnx.ModelProto:
-    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20]> g {text}')
+    return onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]> g {text}')
 
 
 MEETING = {  # bug, versions it was seen in, the node it names
@@ -26,6 +26,16 @@ MEETING = {  # bug, versions it was seen in, the node it names
     "vector, four dimensions": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
         "(float[2, 2, 5, 3] w, float[5] v) => (float[2, 2, 3] y) "
         "{ t = Transpose <perm = [0, 1, 3, 2]> (w)  y = MatMul (t, v) }"),
+    **{
+        f"vector, with {between} between": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
+            "(float[5, 3] w, float[5] v) => (float[3] y) <float two = {2.0}, float[1] twos = {2.0}, "
+            "float zero = {0.0}, float[1, 1] both = {2.0}, int64[2] keep = {0, 0}, int64[2] one = {1, 1}> "
+            f"{{ t = Transpose <perm = [1, 0]> (w)  s = {between}  y = MatMul (s, v) }}")
+        for between in ("Mul (two, t)", "Mul (t, twos)", "Div (t, both)", "Dropout (t)", "Reshape (t, keep)",
+                        "Expand (t, one)", "Add (zero, t)", "CastLike (t, two)")
+    },
+    "vector, product of ONNX Runtime's": (known_bugs.TRANSPOSED_BY_VECTOR, (1, 19), (1, 32), "y",
+        "(float[5, 3] w, float[5] v) => (float[3] y) { t = Transpose (w)  y = com.microsoft.FusedMatMul (t, v) }"),
     "maximum": (known_bugs.PADDED_MAXIMUM, (1, 22), (1, 31), "y",
         "(float[1, 2, 4, 4] x) => (float[1, 2, 4, 4] y) <int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> "
         "{ q = Pad (x, p)  y = MaxPool <kernel_shape = [3, 3]> (q) }"),
@@ -50,6 +60,14 @@ MEETING = {  # bug, versions it was seen in, the node it names
         "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
         "float[3] v = {2.0, 2.0, 2.0}> "
         "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }"),
+    "shared statistics, of a constant of numbers": (known_bugs.SHARED_STATISTICS, (1, 19), (1, 32), "y",
+        "(float[2, 3, 4] x) => (float[2, 3, 4] y) "
+        "<float[3] s = {1.0, 1.0, 1.0}, float[3] m = {0.0, 0.0, 0.0}, float[3] v = {2.0, 2.0, 2.0}> "
+        "{ b = Constant <value_floats = [0.0, 0.0, 0.0]> ()  h = Tanh (x) "
+        "y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }"),
+    "a mask that an Identity reads, which nobody reads": (known_bugs.LOST_DROPOUT, (1, 19), (1, 32), "d",
+        "(float[3] x) => (float[3] y) <float r = {0.9999999}, bool t = {1}> "
+        "{ h = Tanh (x)  d, m = Dropout (h, r, t)  k = Identity (m)  y = Neg (d) }"),
     "a mask nobody reads": (known_bugs.LOST_DROPOUT, (1, 19), (1, 32), "d",
         "(float[3] x) => (float[3] y) <float r = {0.9999999}, bool t = {1}> "
         "{ h = Tanh (x)  d, m = Dropout (h, r, t)  y = Neg (d) }"),
@@ -85,6 +103,12 @@ HARMLESS = {
         "<float[3] s = {1.0, 1.0, 1.0}, float[3] b = {0.0, 0.0, 0.0}, float[3] m = {0.0, 0.0, 0.0}, "
         "float[3] v = {2.0, 2.0, 2.0}> "
         "{ h = Tanh (x)  y, n, w = BatchNormalization <training_mode = 1> (h, s, b, m, v) }",
+    "a scale that is a vector": "(float[5, 3] w, float[5] v) => (float[3] y) <float[5] c = {1.0, 2.0, 3.0, 4.0, 5.0}> "
+        "{ t = Transpose (w)  s = Mul (t, c)  y = MatMul (s, v) }",
+    "a scale under one": "(float[5, 3] w, float[5] v) => (float[3] y) <float c = {1.0}> "
+        "{ t = Transpose (w)  s = Div (c, t)  y = MatMul (s, v) }",
+    "a sum": "(float[5, 3] w, float[5] v) => (float[3] y) <float c = {1.0}> "
+        "{ t = Transpose (w)  s = Add (t, c)  y = MatMul (s, v) }",
     "a vector on the left": "(float[3, 5] w, float[5] v) => (float[3] y) { t = Transpose (w)  y = MatMul (v, t) }",
     "a column": "(float[5, 3] w, float[5, 1] v) => (float[3, 1] y) { t = Transpose (w)  y = MatMul (t, v) }",
     "a matrix as it is": "(float[3, 5] w, float[5] v) => (float[3] y) { y = MatMul (w, v) }",
