@@ -7,9 +7,11 @@ minimal model of each. The converters write none of these patterns; `find` names
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -195,7 +197,7 @@ def _where(bug: Bug) -> str:
     return f", optimisation {bug.fusion}, {bug.level} level" if bug.fusion else ", at every level"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Scope:
     """Facts visible from the nodes of one graph, by value name, and the version of their operators."""
 
@@ -223,6 +225,14 @@ class _Scope:
                 constants[node.output[0]] = value
         ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
         return _Scope(graph, opset, ranks, constants, makers, reads)
+
+    @cached_property
+    def alike(self) -> Mapping[str, int]:
+        """For each constant that `_bits` knows and no caller may feed, how many have its type, shape and bits."""
+        inputs = {value.name for value in self.graph.input}
+        bits = {name: _bits(tensor) for name, tensor in self.constants.items() if name not in inputs}
+        counts = Counter(bits.values())
+        return {name: counts[found] for name, found in bits.items() if found is not None}
 
     def maker(self, name: str, past: Callable[[onnx.NodeProto, _Scope], str] = lambda *_: "") -> onnx.NodeProto | None:
         """Return the node that makes a value; for nodes before it, `past` names the input to go on from."""
@@ -401,22 +411,16 @@ _MOST_SHARED = 8  # elements of the largest constants that ConstantSharing merge
 def _shared_statistics(node: onnx.NodeProto, scope: _Scope) -> bool:
     if not _attribute(node, "training_mode", 0):
         return False
-    inputs, outputs = ({value.name for value in values} for values in (scope.graph.input, scope.graph.output))
-    fixed = {name: scope.constant(name) for name in scope.constants if name not in inputs}
-    for before, after in zip(node.input[3:5], node.output[1:], strict=False):
-        statistics = fixed.get(before)
-        if statistics is None or statistics.size > _MOST_SHARED or after in outputs:
-            continue
-        if any(_same(statistics, other) for name, other in fixed.items() if name != before):
-            return True
-    return False
+    outputs = {value.name for value in scope.graph.output}
+    pairs = zip(node.input[3:5], node.output[1:], strict=False)
+    return any(scope.alike.get(old, 1) > 1 for old, new in pairs if new not in outputs)
 
 
-def _same(first: np.ndarray, second: np.ndarray | None) -> bool:
-    """Whether two constants have the same type, shape and bits."""
-    if second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return first.tobytes() == second.tobytes()
+def _bits(tensor: onnx.TensorProto) -> tuple[object, ...] | None:
+    """Return type, shape and bits of a constant that is small enough to be merged with equal ones, else None."""
+    if tensor.data_location or math.prod(tensor.dims) > _MOST_SHARED:
+        return None
+    return tensor.data_type, *tensor.dims, numpy_helper.to_array(tensor).tobytes()
 
 
 def miscounts_pads(opset: int, counted: int, pads: Sequence[int]) -> bool:

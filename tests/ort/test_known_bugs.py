@@ -167,6 +167,26 @@ def test_what_is_computed_rightly_is_not_reported(case):
     assert not differs(made)
 
 
+def test_only_small_constants_are_compared_each_once(monkeypatch):
+    """A large ResNet has hundreds of these nodes and of weights."""
+    norms = " ".join(f"y{i}, n{i}, w{i} = BatchNormalization <training_mode = 1> (x, s, b, m, v)" for i in range(20))
+    made = model(f"""(float[2, 3, 4] x) => (float[2, 3, 4] y0) <float[3] s = {{1.0, 1.0, 1.0}},
+        float[3] b = {{0.0, 0.0, 0.0}}, float[3] m = {{0.0, 0.0, 0.0}}, float[3] v = {{2.0, 2.0, 2.0}}>
+        {{ {norms} }}""")
+    made.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((3, 3), np.float32), "large"))
+    read, to_array = [], onnx.numpy_helper.to_array
+    monkeypatch.setattr(
+        known_bugs.numpy_helper, "to_array", lambda tensor: (read.append(tensor.name), to_array(tensor))[1]
+    )
+    assert len(known_bugs.find(made)) == 20
+    assert sorted(read) == ["b", "m", "s", "v"]
+
+
+def test_statistics_that_callers_may_feed_are_not_merged():
+    text = MEETING["shared statistics"][-1].replace("x) =>", "x, float[3] m, float[3] b) =>")
+    assert known_bugs.find(model(text)) == ()
+
+
 def test_ranks_that_the_file_does_not_state_can_be_given():
     made = model("(float[5, 3] w, float[5] v) => (y) { t = Transpose (w)  u = Neg (v)  y = MatMul (t, u) }")
     assert known_bugs.find(made) == ()
