@@ -99,17 +99,18 @@ def _fresh(name: str, used: set[str]) -> str:
     return new
 
 
-def names_in(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yield every name in a graph and its bodies."""
+def names_in(graph: onnx.GraphProto, nodes: bool = True) -> Iterator[str]:
+    """Yield every name of a value, and with `nodes` of a node, in a graph and its bodies."""
     for values in (graph.input, graph.output, graph.initializer):
         yield from (value.name for value in values)
     for sparse in graph.sparse_initializer:
         yield sparse.values.name
     for node in graph.node:
-        yield node.name
+        if nodes:
+            yield node.name
         yield from node.output
         for body in bodies(node):
-            yield from names_in(body)
+            yield from names_in(body, nodes)
 
 
 def is_body(model: onnx.ModelProto) -> bool:

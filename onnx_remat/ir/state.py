@@ -52,7 +52,7 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
         if not _may_be_alike(inputs[name], outputs[output]):
             raise ModelError(f"state {name}={output}: the two differ in type or shape")
         names[output] = NEW + name
-    used = set(names_in(graph)) - set(names)
+    used = set(names_in(graph, nodes=False)) - set(names)
     if taken := [new for new in names.values() if new in used]:
         raise ModelError(f"state {taken[0].removeprefix(NEW)}: another value is called {taken[0]!r}; rename it")
     model = onnx.ModelProto()
@@ -62,10 +62,12 @@ def with_state(source: Source, state: Mapping[str, str]) -> Source:
 
 
 def _may_be_alike(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
-    """Whether two values have one element type, and no rank or size that is stated of both differs."""
+    """Whether no element type, rank or size that is stated of both values differs."""
     a, b = one.type.tensor_type, other.type.tensor_type
-    if a.elem_type != b.elem_type or not (a.HasField("shape") and b.HasField("shape")):
-        return a.elem_type == b.elem_type
+    if 0 != a.elem_type != b.elem_type != 0:
+        return False
+    if not (a.HasField("shape") and b.HasField("shape")):
+        return True
     if len(a.shape.dim) != len(b.shape.dim):
         return False
     pairs = zip(a.shape.dim, b.shape.dim, strict=True)

@@ -107,6 +107,16 @@ def test_the_command_names_state(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "more.onnx").exists()
 
 
+def test_an_output_without_a_type_may_be_state_and_a_node_may_have_its_new_name():
+    text = "(float[4] w, float[4] x) => (float loss, next) { loss = ReduceSum <keepdims = 0> (x)"
+    model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> g {text} next = Sub (w, x) }}')
+    model.graph.output[1].ClearField("type")
+    model.graph.node[1].name = "new.w"
+    named = with_state(load(model), {"w": "next"}).model
+    assert [value.name for value in named.graph.output] == ["loss", "new.w"]
+    assert [(node.name, *node.output) for node in named.graph.node][1] == ("new.w", "new.w")
+
+
 def test_an_output_without_a_shape_may_be_state():
     text = "(float[4] w, float[N] x) => (float loss, float next) { loss = ReduceSum <keepdims = 0> (x)"
     model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 17]> g {text} next = Neg (w) }}')
