@@ -25,6 +25,8 @@ _Result = TypeVar("_Result")
 
 INPUT, INITIALIZER, NODE = "input", "initializer", "node"
 
+_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of the same name
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -147,6 +149,13 @@ class Graph:
     def makers(self) -> Mapping[str, int]:
         """The op index of each value that an op makes."""
         return {name: op.index for op in self.ops for name in op.writes}
+
+    @cached_property
+    def fed(self) -> frozenset[str]:
+        """The inputs that a caller feeds, or may feed: before IR version 4 those with an initializer are constants."""
+        inputs = (value.name for value in self.model.graph.input)
+        overridable = self.model.ir_version >= _OVERRIDABLE
+        return frozenset(name for name in inputs if overridable or self.values[name].kind == INPUT)
 
     def n_nodes(self) -> int:
         """Return the number of executable nodes of the model: as many as `ops`, unless some ops were split."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
-from onnx_remat.ir.graph import INPUT, NODE, Graph, Op
+from onnx_remat.ir.graph import NODE, Graph, Op
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory.problem import BACKWARD, FORWARD, OPTIMIZER
 from onnx_remat.messages import Setting
@@ -120,7 +120,7 @@ def _is_update(graph: Graph, tensors: Mapping[str, Tensor], op: Op) -> bool:
     if op.node.domain or op.node.op_type not in _UPDATES or not op.outputs[0]:
         return False
     shape = tensors[op.outputs[0]].shape
-    return any(graph.values[n].kind == INPUT and tensors[n].shape == shape for n in op.reads) and (
+    return any(n in graph.fed and tensors[n].shape == shape for n in op.reads) and (
         _reaches_output_elementwise(graph, tensors, op)
     )
 

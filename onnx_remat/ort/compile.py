@@ -170,7 +170,7 @@ def _recomputable(
 
 def _foldable(graph: Graph, tensors: Mapping[str, Tensor]) -> tuple[bool, ...]:
     """Flag the ops that depend on no graph input: ONNX Runtime folds them when it loads the file."""
-    constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER}
+    constant = {name for name, value in graph.values.items() if value.kind == INITIALIZER} - graph.fed
     result = []
     for op in graph.ops:
         fixed_shape = op.kind == (STANDARD, "Shape") and not any(
@@ -265,13 +265,9 @@ def compile_problem(
     )
 
 
-_OVERRIDABLE = 4  # IR version from which on a caller may feed an input that has an initializer of the same name
-
-
 def _with_default(graph: Graph) -> list[str]:
     """Return the inputs with an initializer as default: the session keeps the default in addition to the fed value."""
-    inputs = (value.name for value in graph.model.graph.input)
-    return [n for n in inputs if graph.values[n].kind == INITIALIZER and graph.model.ir_version >= _OVERRIDABLE]
+    return [name for name in graph.fed if graph.values[name].kind == INITIALIZER]
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -24,7 +24,7 @@ def with_donations(compiled: Compiled) -> Compiled:
     producer = graph.makers
     may_read = np.zeros(problem.n_values, np.bool_)
     pairs = []
-    for new, old in renewals(number, outputs).items():
+    for new, old in renewals(graph.fed, outputs).items():
         same = (tensors[new].dtype, tensors[new].shape) == (tensors[old].dtype, tensors[old].shape)
         if new not in producer or not same or graph.values[old].is_output:
             continue

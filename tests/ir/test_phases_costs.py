@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import graph, phases, shapes
@@ -83,6 +83,12 @@ def test_structure_follows_updates_with_state():
     found = phase_by_label(model)
     assert [found[n] for n in ("fwd", "sum", "grad")] == [FORWARD, FORWARD, BACKWARD]
     assert [found[n] for n in ("decay", "state", "step", "update")] == [OPTIMIZER] * 4
+
+
+def test_a_weight_with_a_default_is_updated_like_any_other():
+    step = mlp(layers=3)
+    step.graph.initializer.append(numpy_helper.from_array(np.zeros((64, 64), np.float32), "w1"))
+    assert phase_by_label(step) == phase_by_label(mlp(layers=3))
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)

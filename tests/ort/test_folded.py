@@ -92,3 +92,24 @@ def test_a_plan_for_a_loop_does_not_pay_for_them():
     result = rewrite_model(columns(), "70%", state_outputs={f"w{i}": f"n{i}" for i in range(LAYERS)}, effort=1.0)
     assert result.report.loop_after.total <= result.report.budget
     assert result.report.extra_compute < 0.025
+
+
+@pytest.mark.parametrize(("ir_version", "may_be_fed"), [(9, True), (3, False)])
+def test_what_is_made_of_an_input_with_a_default_is_not_folded(ir_version, may_be_fed):
+    """From IR version 4 on a caller may feed it: ONNX Runtime computes the value in each run."""
+    model = onnx.parser.parse_model(f"""<ir_version: {ir_version}, opset_import: ["": 17]>
+        g (float[4] x, float[4] w) => (float[4] y) <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{
+            e = Exp (w)  y = Mul (x, e)
+        }}""")
+    assert prepare(model, Options().preparation()).table.foldable == (not may_be_fed, False)
+
+
+@pytest.mark.parametrize("given", ["", ", float[4] w"])
+def test_only_inputs_are_updated_in_place(given):
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 17]>
+        g (float[4] x{given}) => (float loss, float[4] next) <float[4] w = {{1.0, 2.0, 3.0, 4.0}}> {{
+            loss = ReduceSum <keepdims = 0> (x)  next = Sub (w, x)
+        }}""")
+    rename(model.graph, {"next": "new.w"})
+    donates = with_donations(prepare(model, Options().preparation())).problem.donates
+    assert (donates >= 0).any() == bool(given)
