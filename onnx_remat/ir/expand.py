@@ -17,6 +17,7 @@ from onnx_remat.ir import batch_norm, large_windows, native
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import canonical, opset_of
+from onnx_remat.ir.training_ops import with_stand_ins
 from onnx_remat.process import worker
 
 _DEEPEST = 5  # levels of nested definitions
@@ -101,16 +102,16 @@ def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set
 def do_expand(data: bytes, wanted: list[int], replaced: list[list[str]]) -> tuple[None, bytes]:
     """Expand nodes for `expand`: return a model with a function per node in `wanted`, named by its index."""
     model = onnx.ModelProto.FromString(data)
-    types = native.stated(onnx.GraphProto.FromString(native.do_infer(data, data_prop=True, strict=False)[1]))
+    known = with_stand_ins(model, stock=True).SerializeToString()
+    types = native.stated(onnx.GraphProto.FromString(native.do_infer(known, data_prop=True, strict=False)[1]))
     answer = onnx.ModelProto()
     for i in wanted:
         node = model.graph.node[i]
         try:
             body = _definition(node, model, types, {(domain, op) for domain, op in replaced})
         except native.REFUSALS as error:
-            where = f"node {node.name or next(filter(None, node.output), '')!r} ({node.op_type})"
             raise ModelError(
-                f"{where} cannot be replaced by the operators that define it: {native.reason(error)}"
+                f"{_where(node)} cannot be replaced by the operators that define it: {native.reason(error)}"
             ) from error
         if body:
             answer.functions.append(onnx.FunctionProto(name=str(i), node=body))
@@ -132,7 +133,10 @@ def _definition(
     named = [name for name in node.input if name]
     for name in dict.fromkeys(named):
         if name not in types:
-            raise ModelError(f"node {node.name!r} ({node.op_type}) reads {name!r}, whose type is not known")
+            raise ModelError(
+                f"{_where(node)} is replaced by the operators that define it, for which the type of its input {name!r} "
+                "must be known: add value_info for it"
+            )
         alone.graph.input.append(onnx.ValueInfoProto(name=name, type=types[name]))
     alone.graph.output.extend(onnx.ValueInfoProto(name=n, type=types.get(n)) for n in node.output if n)
     alone.graph.node.append(node)
@@ -147,7 +151,11 @@ def _definition(
         typed = shape_inference.infer_shapes(alone)
         typed.graph.value_info.extend(_beyond(typed.graph))
         alone = inliner.inline_selected_functions(typed, sorted(left), inline_schema_functions=True)
-    raise ModelError(f"node {node.name!r} ({node.op_type}) has no definition by other operators")
+    raise ModelError(f"{_where(node)} has no definition by other operators")
+
+
+def _where(node: onnx.NodeProto) -> str:
+    return f"node {node.name or next(filter(None, node.output), '')!r} ({node.op_type})"
 
 
 def _beyond(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:

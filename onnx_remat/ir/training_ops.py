@@ -102,7 +102,7 @@ def check_ops(model: onnx.ModelProto) -> None:
         )
 
 
-def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.ModelProto:
+def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False, stock: bool = False) -> onnx.ModelProto:
     """Return a model whose values have the same types and shapes, with ops that shape inference knows.
 
     Parameters
@@ -112,6 +112,8 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     as_runtime : bool
         Stand in only for ops for which the training build itself infers shapes, and for none in bodies (If, Loop,
         Scan), for which no runtime infers them.
+    stock : bool
+        Stand in also for ops of stock ONNX Runtime in a model that has no others: where it cannot be asked.
 
     Examples
     --------
@@ -122,7 +124,8 @@ def with_stand_ins(model: onnx.ModelProto, as_runtime: bool = False) -> onnx.Mod
     """
     inner = [] if as_runtime else [body for node in model.graph.node for body in bodies(node)]
     within = any(map(_holds_one, inner))
-    alone = first_training_op(model) is None and not any(node.domain == _NCHWC for node in model.graph.node)
+    kinds = {(node.domain, node.op_type) for node in model.graph.node}
+    alone = not any(kind in _OURS or kind[0] == _NCHWC or (stock and kind in _FORWARD) for kind in kinds)
     if alone and not within:
         return model
     copy = onnx.ModelProto()

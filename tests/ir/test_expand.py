@@ -76,8 +76,26 @@ def test_what_has_no_known_type_is_refused_by_name():
     given.graph.node.insert(0, onnx.helper.make_node("Secret", ["x"], ["s"], domain="com.example"))
     given.opset_import.add(domain="com.example", version=1)
     given.graph.node[1].input[0] = "s"
-    with pytest.raises(ModelError, match="'first'"):
+    given.graph.node[1].name = ""
+    label = given.graph.node[1].output[0]
+    with pytest.raises(ModelError, match=rf"node '{label}' \(HardSwish\) .* its input 's' .*: add value_info for it"):
         expand(given, MISSING)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h = com.microsoft.Gelu (x)",
+        "g = com.microsoft.FusedMatMul <transB = 1> (x, w)  h = com.microsoft.BiasGelu (g, b)",
+    ],
+)
+def test_a_node_behind_an_op_of_onnxruntimes_is_replaced(text):
+    given = parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]>
+        g (float[4, 5] x, float[5, 5] w, float[5] b, int64[4] t) => (float loss) {{
+            {text}  loss = SoftmaxCrossEntropyLoss (h, t)
+        }}""")
+    after, _ = expand(given, {("", "SoftmaxCrossEntropyLoss")})
+    assert "LogSoftmax" in [node.op_type for node in after.graph.node]
 
 
 def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
