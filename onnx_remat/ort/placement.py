@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from onnx_remat.ir.graph import Op
+from onnx_remat.ir.graph import INITIALIZER, Op
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
@@ -19,9 +19,20 @@ _SMALL = 1024
 def nodes_on_host(compiled: Compiled) -> dict[str, int]:
     """Return the bytes copied per step for each node without a kernel on the device, by its label.
 
-    Its inputs are copied to the host and its results back, and the device waits; nodes with tiny copies are left out.
+    What it reads of the device is copied to the host, once for all such nodes, and what the device reads of its results
+    is copied back. Nodes with tiny copies are left out.
     """
-    return {op.label: size for op in compiled.graph.ops if (size := _copied(compiled, op)) > _SMALL}
+    graph, tensors = compiled.graph, compiled.tensors
+    host = {op.index for op in graph.ops if _on_host(compiled, op)}
+    on_host = {name for name, value in graph.values.items() if value.kind == INITIALIZER} - graph.fed
+    copied: dict[str, int] = {}
+    for op in graph.ops:
+        if op.index in host:
+            moved = [name for name in dict.fromkeys(op.reads) if name not in on_host]
+            on_host.update(op.reads, op.writes)
+            moved += [n for n in op.writes if graph.values[n].is_output or not host.issuperset(graph.readers[n])]
+            copied[op.label] = sum(tensors[name].nbytes for name in moved)
+    return {label: size for label, size in copied.items() if size > _SMALL}
 
 
 def warnings(compiled: Compiled) -> tuple[str, ...]:
@@ -99,10 +110,6 @@ def notes(compiled: Compiled) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _copied(compiled: Compiled, op: Op) -> int:
-    """Return the bytes copied between host and device for one node, 0 if it runs on the device."""
-    tensors = compiled.tensors
-    dtype = tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
-    if not compiled.kernels.on_host(op.node, dtype, opset_of(compiled.graph.model, op.node.domain)):
-        return 0
-    return sum(tensors[name].nbytes for name in dict.fromkeys((*op.reads, *op.writes)))
+def _on_host(compiled: Compiled, op: Op) -> bool:
+    dtype = compiled.tensors[op.inputs[0]].dtype if op.inputs and op.inputs[0] else TensorProto.FLOAT
+    return compiled.kernels.on_host(op.node, dtype, opset_of(compiled.graph.model, op.node.domain))

@@ -42,13 +42,27 @@ def test_batch_normalisation_that_trains_is_written_as_its_parts_and_that_is_sai
 
 def test_nodes_on_the_host_are_named_with_what_they_copy():
     shape = [SIDE, SIDE]
-    kinds = ("Exp", "Acos", "Atan", "Acos", "Neg")
+    kinds = ("Acos", "Exp", "Atan", "Exp", "Acos")
     nodes = [make(k, [a], [b], name=f"{k}_{b}") for k, a, b in zip(kinds, "xhijk", "hijky", strict=True)]
     found = placement.warnings(compiled(model_of(nodes, {"x": shape}, {"y": shape})))
     assert len(found) == 2  # the two of a kind first
-    assert "'Acos_i' (and 1 more of Acos) has no CUDA kernel" in found[0] and "copies 16.4 kB" in found[0]
+    assert "'Acos_h' (and 1 more of Acos) has no CUDA kernel" in found[0] and "copies 16.4 kB" in found[0]
     assert "'Atan_j' (Atan)" in found[1] and "copies 8.2 kB" in found[1]
-    assert placement.warnings(compiled(model_of(nodes[:1], {"x": shape}, {"h": shape}))) == ()
+    assert placement.warnings(compiled(model_of(nodes[1:2], {"h": shape}, {"i": shape}))) == ()
+
+
+def test_what_stays_on_the_host_is_not_copied():
+    """Of three nodes in a row, the first reads what the device made, and the device reads what the last one makes."""
+    shape = [SIDE, SIDE]
+    kinds = ("Exp", "Acos", "Atan", "Acos", "Neg")
+    nodes = [make(k, [a], [b], name=f"{k}_{b}") for k, a, b in zip(kinds, "xhijk", "hijky", strict=True)]
+    assert placement.nodes_on_host(compiled(model_of(nodes, {"x": shape}, {"y": shape}))) == {
+        "Acos_i": 4096,
+        "Acos_k": 4096,
+    }
+    nodes = [make("Acos", ["w"], ["h"], name="Acos_w"), make("Mul", ["h", "x"], ["y"], name="Mul_y")]
+    model = model_of(nodes, {"x": shape}, {"y": shape}, {"w": np.zeros(shape, np.float32)})
+    assert placement.nodes_on_host(compiled(model)) == {"Acos_w": 4096}  # the weight lies where it is read
 
 
 def test_uneven_transposed_convolutions_are_named():
