@@ -14,6 +14,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from onnx_remat.ir import native
+from onnx_remat.ir.body import bodies
 from onnx_remat.ir.shapes import Tensor
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -22,7 +24,7 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 KEEPS_CASTS = ("CastElimination", "CastChainElimination")
 """ONNX Runtime's names of the optimisations that would eliminate casts that only matter in half precision."""
 
-_TYPE_NAMES = ("to", "dtype")  # attributes of standard operators that are an element type
+_TYPE_NAMES = ("to", "dtype", "output_dtype")  # attributes of standard operators that are an element type
 
 
 def has_halves(model: onnx.ModelProto) -> bool:
@@ -37,7 +39,11 @@ def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model whose large weights are inputs (`model_io.without_weights`) in float32; every node gets a name."""
     shown = onnx.ModelProto()
     shown.CopyFrom(light)
-    graph = shown.graph
+    _to_floats(shown.graph)
+    return shown
+
+
+def _to_floats(graph: onnx.GraphProto) -> None:
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.tensor_type.elem_type in HALVES:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -50,26 +56,43 @@ def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
                 _widen(attribute.t)
             else:
                 attribute.i = TensorProto.FLOAT
-    return shown
+        for body in bodies(node):
+            _to_floats(body)
 
 
 def as_halves(optimized: onnx.ModelProto, light: onnx.ModelProto, tensors: Mapping[str, Tensor]) -> None:
     """Restore the types of an optimised ``as_floats(light)``; `tensors` are those of the values of `light`."""
-    graph = optimized.graph
+    _to_halves(optimized.graph, light.graph, {name: tensor.dtype for name, tensor in tensors.items()})
+
+
+def _to_halves(graph: onnx.GraphProto, own: onnx.GraphProto, types: Mapping[str, int]) -> None:
+    """Restore the types of an optimised graph from the one it was, whose values have these types."""
     for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.name in tensors:
-            value.type.tensor_type.elem_type = tensors[value.name].dtype
+        if value.name in types:
+            value.type.tensor_type.elem_type = types[value.name]
     for tensor in graph.initializer:
-        if tensor.name in tensors and tensors[tensor.name].dtype in HALVES:
-            kind = onnx.helper.tensor_dtype_to_np_dtype(tensors[tensor.name].dtype)
+        if types.get(tensor.name) in HALVES:
+            kind = onnx.helper.tensor_dtype_to_np_dtype(types[tensor.name])
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
-    own = dict(zip(_names(light.graph), light.graph.node, strict=True))
+    nodes = dict(zip(_names(own), own.node, strict=True))
     for node in graph.node:
-        if node.name in own:
-            narrow = {attribute.name: attribute for attribute in _typed(own[node.name])}
-            for attribute in node.attribute:
-                if attribute.name in narrow:
-                    attribute.CopyFrom(narrow[attribute.name])
+        if node.name not in nodes:
+            continue
+        narrow = {attribute.name: attribute for attribute in _typed(nodes[node.name])}
+        before = {attribute.name: attribute.g for attribute in nodes[node.name].attribute if attribute.HasField("g")}
+        for attribute in node.attribute:
+            if attribute.name in narrow:
+                attribute.CopyFrom(narrow[attribute.name])
+            if attribute.name in before:
+                _body_to_halves(attribute.g, before[attribute.name])
+
+
+def _body_to_halves(body: onnx.GraphProto, own: onnx.GraphProto) -> None:
+    stated = {name: kind.tensor_type.elem_type for name, kind in native.stated(own).items()}
+    kept = [value for value in body.value_info if value.name in stated]
+    del body.value_info[:]  # the types of other values follow
+    body.value_info.extend(kept)
+    _to_halves(body, own, stated)
 
 
 def _names(graph: onnx.GraphProto) -> list[str]:

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from onnx_remat import rewrite_model
 from onnx_remat.errors import UsageError
 from onnx_remat.ort import placement, runtime
+from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare, prepare_for_simulation
 from tests.support.graphs import mlp, model_of
@@ -63,6 +64,29 @@ def test_what_stays_on_the_host_is_not_copied():
     nodes = [make("Acos", ["w"], ["h"], name="Acos_w"), make("Mul", ["h", "x"], ["y"], name="Mul_y")]
     model = model_of(nodes, {"x": shape}, {"y": shape}, {"w": np.zeros(shape, np.float32)})
     assert placement.nodes_on_host(compiled(model)) == {"Acos_w": 4096}  # the weight lies where it is read
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        """w = If (k) <
+            then_branch = t () => (float16[64, 64] p) {
+                c = Constant <value = float16 {2}> ()  d = Cast <to = 10> (f)  e = Mul (d, c)  p = Add (e, a)
+            },
+            else_branch = e () => (float16[64, 64] q) { q = Neg (a) }>""",
+        "w = DequantizeLinear <output_dtype = 10> (i, s)",
+    ],
+    ids=["body", "DequantizeLinear"],
+)
+def test_half_precision_in_bodies_and_of_quantised_values_is_planned_without_a_device(made):
+    pytest.importorskip("onnxruntime")
+    model = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : 23]>
+        g (float16[64, 64] x, float[64, 64] f, int8[64, 64] i, float16 s, bool k) => (float16 y) {{
+            a = Tanh (x)  {made}  v = Mul (a, w)  y = ReduceSum <keepdims = 0> (v)
+        }}""")
+    executed = as_executed(model, None, "all", Preparation(kernels_of("cuda")))
+    halves = [executed.compiled.tensors[name].dtype for name in "awvy"]
+    assert halves == [TensorProto.FLOAT16] * 4 and not executed.emulated
 
 
 def test_uneven_transposed_convolutions_are_named():
