@@ -295,6 +295,8 @@ class _Numbered:
         return self._number[name]
 
     def _set(self, name: str, number: int, half: bool, near: bool) -> None:
+        if not name:  # an absent output: what absent inputs read stays a leaf
+            return
         self._number[name] = number
         if half:
             self._half.add(name)

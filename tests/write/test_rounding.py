@@ -151,6 +151,15 @@ def test_a_rounding_that_comes_back_is_found() -> None:
     assert set(differing(loaded[0], loaded[1], origin)) == {"t", "r"}
 
 
+def test_an_absent_output_is_not_what_an_absent_input_reads() -> None:
+    """Two nodes, one with an absent input and one with an absent output, may change places."""
+    head = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float16[4,4] x, float16 m, float[4,2,8] y, float[1,32,8] w) => (float16[4,4] c, float[4,1,2,8] h) {"""
+    lines = ['c = Clip(x, "", m)', '"", h = LSTM<hidden_size = 8>(y, w, w)']
+    before, after = (onnx.parser.parse_model(f"{head} {'  '.join(each)} }}") for each in (lines, lines[::-1]))
+    assert differing(before, after, {name: name for name in ("x", "m", "y", "w", "c", "h")}) == ()
+
+
 BRANCH = "If<then_branch = a () => (KIND[4,4] t) { t = Sin(V) }, else_branch = b () => (KIND[4,4] e) { e = Neg(V) }>(c)"
 HALF_BRANCH = BRANCH.replace("KIND", "float16").replace("V", "h")
 LOOP = """Loop<body = l (int64 i, bool on, float[4,4] s) => (bool go, float[4,4] sum, float16[4,4] each) {
