@@ -116,11 +116,13 @@ def check(model: onnx.ModelProto, folder: Path | None) -> None:
             needed = tensor_bytes(tensor.data_type, tensor.dims)
         except ShapeError as error:
             raise ModelError(f"initializer {tensor.name!r}: {error}") from error
-        if tensor.data_location == TensorProto.EXTERNAL:
+        stored = folder is not None and large_files.is_stored(tensor)
+        if tensor.data_location == TensorProto.EXTERNAL and not stored:
             _check_stored_outside(tensor, needed, folder, places)
-        elif tensor.HasField("raw_data"):
-            if len(tensor.raw_data) != needed:
-                raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {len(tensor.raw_data)}")
+        elif tensor.HasField("raw_data") or stored:
+            has = large_files.stored_bytes(tensor) if stored else len(tensor.raw_data)
+            if has != needed:
+                raise ModelError(f"initializer {tensor.name!r} needs {needed} bytes, it has {has}")
         else:
             entries = typed_entries(tensor.data_type, tensor.dims)
             has = len(getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type)))

@@ -10,9 +10,11 @@ Source: protobuf's encoding, https://protobuf.dev/programming-guides/encoding/, 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+from urllib.parse import quote, unquote_to_bytes
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
@@ -65,13 +67,7 @@ def parse(path: Path) -> onnx.ModelProto:
     ------
     DecodeError
         Not a protobuf message, or truncated.
-    ModelError
-        The name of the file is not UTF-8, so that the model could not refer to it.
     """
-    try:
-        path.name.encode()
-    except UnicodeEncodeError as error:
-        raise ModelError(f"cannot read {path.name!r}: its name is not UTF-8: rename it") from error
     written = path.stat().st_mtime_ns
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         model: list[bytes] = []
@@ -102,13 +98,23 @@ def is_stored(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL and any(e.key == _WRITTEN for e in tensor.external_data)
 
 
+def stored_bytes(tensor: TensorProto) -> int:
+    """Return the bytes of a tensor's data in the file it was read from."""
+    return int(_place(tensor)["length"])
+
+
+def _place(tensor: TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
 def write(model: onnx.ModelProto, folder: Path | None, target: Path) -> None:
     """Write a model to a new file, including weights that were left in their file.
 
     Parameters
     ----------
     folder : Path or None
-        Folder of the file that the model was read from.
+        Folder of the file that the model was read from. None for a model in memory: whoever made it may have forged
+        references, which are not followed.
 
     Raises
     ------
@@ -121,7 +127,7 @@ def write(model: onnx.ModelProto, folder: Path | None, target: Path) -> None:
     if folder is None or not any(is_stored(tensor) for tensor in model.graph.initializer):
         target.write_bytes(data)
         return
-    pieces = list(_whole(data, folder))
+    pieces = list(_whole(data))
     if sum(map(len, pieces)) > _MOST_BYTES:
         raise EncodeError("the model exceeds protobuf's 2 GiB")
     with target.open("wb") as stream:
@@ -142,14 +148,15 @@ def _referring(data: mmap.mmap, field: _Field, path: Path, written: int) -> byte
     if tensor.data_location == TensorProto.EXTERNAL:
         return _plain(data[field.content : field.end])
     tensor.data_location = TensorProto.EXTERNAL
-    place = {"location": path.name, "offset": raw[-1].content, "length": raw[-1].end - raw[-1].content}
+    whole = quote(os.fsencode(path.absolute()))  # the file's name need not be UTF-8, as texts of a model are
+    place = {"location": whole, "offset": raw[-1].content, "length": raw[-1].end - raw[-1].content}
     for key, value in (place | {_WRITTEN: written}).items():
         tensor.external_data.add(key=key, value=str(value))
     referring: bytes = tensor.SerializeToString()
     return referring
 
 
-def _whole(data: bytes, folder: Path) -> Iterator[bytes | _Stored]:
+def _whole(data: bytes) -> Iterator[bytes | _Stored]:
     """A serialised model with the bytes that its tensors refer to in their place."""
     for field in _fields(data, 0, len(data)):
         if (field.number, field.kind) != (_GRAPH, _BYTES):
@@ -161,7 +168,7 @@ def _whole(data: bytes, folder: Path) -> Iterator[bytes | _Stored]:
             if (inner.number, inner.kind) == (_INITIALIZER, _BYTES):
                 tensor.ParseFromString(data[inner.content : inner.end])
             if is_stored(tensor):
-                pieces = list(_filled(tensor, folder))
+                pieces = list(_filled(tensor))
                 graph += [_head(_INITIALIZER, sum(map(len, pieces))), *pieces]
             else:
                 graph.append(data[inner.start : inner.end])
@@ -169,10 +176,11 @@ def _whole(data: bytes, folder: Path) -> Iterator[bytes | _Stored]:
         yield from graph
 
 
-def _filled(tensor: TensorProto, folder: Path) -> Iterator[bytes | _Stored]:
+def _filled(tensor: TensorProto) -> Iterator[bytes | _Stored]:
     """Yield a tensor's fields in ascending order, including its data."""
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    stored = _Stored(folder / place["location"], int(place[_WRITTEN]), int(place["offset"]), int(place["length"]))
+    place = _place(tensor)
+    path = Path(os.fsdecode(unquote_to_bytes(place["location"])))
+    stored = _Stored(path, int(place[_WRITTEN]), int(place["offset"]), int(place["length"]))
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
     rest = tensor.SerializeToString(deterministic=True)

@@ -85,6 +85,22 @@ def test_what_the_runtime_folds_of_weights_is_predicted(path, monkeypatch):
     assert seen[0][0].weights > model_io.weight_bytes(frozen()) + transposed - 1000
 
 
+@pytest.mark.parametrize("name", ["a:big.onnx", r"..\big.onnx", os.fsdecode(b"\xff.onnx")])
+def test_a_large_file_may_have_any_name(name, path, tmp_path, every_file_is_large):
+    (tmp_path / "odd").mkdir()
+    odd = path.rename(tmp_path / "odd" / name)
+    source = model_io.load(odd)
+    model_io.save(source.model, tmp_path / "copy.onnx", source.folder)
+    assert (tmp_path / "copy.onnx").read_bytes() == odd.read_bytes()
+
+
+def test_a_model_in_memory_cannot_refer_to_a_file(path, every_file_is_large):
+    with pytest.raises(ModelError, match=r"'w0' keeps its data in a file .* pass the path"):
+        model_io.load(model_io.load(path).model)
+    model_io.save(model_io.load(path).model, path.with_name("copy.onnx"), None)
+    assert path.with_name("copy.onnx").stat().st_size < 20_000
+
+
 @pytest.mark.parametrize("cut", [1, 1000, 300_000])
 def test_truncated_large_files_are_refused(path, cut, every_file_is_large):
     os.truncate(path, path.stat().st_size - cut)
