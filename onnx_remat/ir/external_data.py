@@ -2,6 +2,9 @@
 
 A location is a relative path below the model's folder to a regular file: no ``..``, no link to the outside. Data is
 linked and copied by that path in its normal form, never by the text in the model.
+
+A model may be given as a link to its file. Its folder is then that of the file, or that of the link where the data is
+there alone: Hugging Face's cache has folders of links to models and to their data, which lie side by side elsewhere.
 """
 
 from __future__ import annotations
@@ -101,8 +104,28 @@ def _path(tensor: TensorProto) -> str:
     return str(path)
 
 
-def check(model: onnx.ModelProto, folder: Path | None) -> None:
+def home(model: onnx.ModelProto, path: Path) -> Path:
+    """Return the folder of a model that was read from `path`: that of the file, or of the link to it; see above."""
+    folders, data = (path.resolve().parent, path.parent.resolve()), paths(model)
+    return next((folder for folder in folders if any(_is_there(folder / each) for each in data)), folders[0])
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # `check` reports it
+        return False
+
+
+def check(model: onnx.ModelProto, folder: Path | None, real: Path | None = None) -> None:
     """Check that every stored tensor has a known type, a shape, and all its data, without reading data files.
+
+    Parameters
+    ----------
+    folder : Path or None
+        Folder of the model; None for a model in memory.
+    real : Path, optional
+        Folder of the file that the model was read from, if that is another: links in `folder` may lead there.
 
     Raises
     ------
@@ -118,7 +141,7 @@ def check(model: onnx.ModelProto, folder: Path | None) -> None:
             raise ModelError(f"initializer {tensor.name!r}: {error}") from error
         stored = folder is not None and large_files.is_stored(tensor)
         if tensor.data_location == TensorProto.EXTERNAL and not stored:
-            _check_stored_outside(tensor, needed, folder, places)
+            _check_stored_outside(tensor, needed, folder, real, places)
         elif tensor.HasField("raw_data") or stored:
             has = large_files.stored_bytes(tensor) if stored else len(tensor.raw_data)
             if has != needed:
@@ -130,7 +153,9 @@ def check(model: onnx.ModelProto, folder: Path | None) -> None:
                 raise ModelError(f"initializer {tensor.name!r} needs {entries} entries, it has {has}")
 
 
-def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None, places: dict[str, int]) -> None:
+def _check_stored_outside(
+    tensor: TensorProto, needed: int, folder: Path | None, real: Path | None, places: dict[str, int]
+) -> None:
     """Check a tensor in a data file; `places` caches the bytes of data files, by path."""
     whose = f"initializer {tensor.name!r}"
     if folder is None:
@@ -140,7 +165,7 @@ def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None,
         )
     path = _path(tensor)
     if path not in places:
-        places[path] = _size(folder, path, whose)
+        places[path] = _size(folder, real or folder, path, whose)
     size = places[path]
     try:
         offset, length = int(_entry(tensor, "offset") or 0), int(_entry(tensor, "length") or 0)
@@ -152,11 +177,11 @@ def _check_stored_outside(tensor: TensorProto, needed: int, folder: Path | None,
         raise ModelError(f"{whose}: external data file {path!r} is too short: {size} bytes, {offset + needed} needed")
 
 
-def _size(folder: Path, path: str, whose: str) -> int:
-    """Return the bytes of a data file; check that it is a regular file inside the folder."""
+def _size(folder: Path, real: Path, path: str, whose: str) -> int:
+    """Return the bytes of a data file; check that it is a regular file inside one of the folders."""
     try:
         leads = (folder / path).resolve()
-        if not leads.is_relative_to(folder):
+        if not leads.is_relative_to(folder) and not leads.is_relative_to(real):
             raise ModelError(f"{whose}: external data {path!r} is outside the model's folder")
         size = leads.stat().st_size
     except OSError as error:
@@ -201,19 +226,19 @@ def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) ->
 
 
 def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:
-    """Copy a model's data files from one folder to another, within `files.together`.
+    """Copy a model's data files to a folder, within `files.together`, unless they lie there.
 
     Raises
     ------
     ModelError
-        Another file is in the place of one, or a link there leads out of `folder`.
+        Another file is in the place of one, or a link there leads out of `folder`: ONNX Runtime would refuse it.
     """
     for path in paths(model):
         copy = folder / path
         if not copy.resolve().is_relative_to(folder):
             raise ModelError(f"{copy} leads out of {folder}: write to another folder, or remove that link")
         if copy.exists():
-            if filecmp.cmp(origin / path, copy, shallow=False):
+            if copy.samefile(origin / path) or filecmp.cmp(origin / path, copy, shallow=False):
                 continue
             raise ModelError(f"{copy} exists and is not the model's data: write to another folder, or move that file")
         files.make_folder(copy.parent)

@@ -69,11 +69,11 @@ def load(source: Model) -> Source:
 def of_file(path: Path, data: bytes | None = None) -> Source:
     """Return the model of a file, or of `data` that were read from it; see `load`."""
     model = _read(path) if data is None else _parse(data, str(path))
-    return _checked(Source(model, path.resolve().parent))
+    return _checked(Source(model, external_data.home(model, path)), path.resolve().parent)
 
 
-def _checked(loaded: Source) -> Source:
-    external_data.check(loaded.model, loaded.folder)
+def _checked(loaded: Source, real: Path | None = None) -> Source:
+    external_data.check(loaded.model, loaded.folder, real)
     data = tuple(external_data.paths(loaded.model))
     if loaded.folder is not None:
         external_data.read_small(loaded.model, loaded.folder, INLINE_LIMIT)
@@ -151,23 +151,23 @@ def save(
 ) -> None:
     """Write `model` to `target` atomically: readers see the old file or the whole new one, never a part.
 
-    External data files are copied next to `target` if it is in another folder than `source_folder`. Links are followed;
-    a replaced file keeps its permissions. Without `force`, only one of several processes that write to the same target
-    succeeds.
+    External data files are copied next to `target` unless they lie there. Links are followed; a replaced file
+    keeps its permissions. Without `force`, only one of several processes that write to the same target succeeds.
 
     Raises
     ------
     UsageError
         `target` is one of the model's own data files, or exists without `force`.
     ModelError
-        The disk is full, the model exceeds the format's limit, or another file is in the place of a data file.
+        The disk is full, the model exceeds the format's limit, or another file, or a link out of the folder, is in the
+        place of a data file.
     """
     path = files.resolved(target)
     folder = path.parent
     external_data.check_not_data(model, path, folder)
     try:
         with files.together():
-            if source_folder is not None and source_folder != folder:
+            if source_folder is not None:
                 external_data.carry(model, source_folder, folder)
             with files.replacing(path, force) as partial:
                 write(model, source_folder, partial)

@@ -439,7 +439,8 @@ def _reopen(
 def _as_file(model: Any, folder: Path) -> Path:
     """Return the path of the model; a model that is not a file is written to `folder`."""
     if isinstance(model, str | os.PathLike):
-        return files.resolved(model)
+        files.resolved(model)  # refuses a loop of links
+        return files.reopened(model)
     if isinstance(model, bytes):
         path = folder / "model.onnx"
         path.write_bytes(model)

@@ -16,7 +16,7 @@ import onnx_remat
 from onnx_remat import files
 from onnx_remat.app import cli
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.ir import external_data, graph, model_io, shapes
+from onnx_remat.ir import external_data, graph, large_files, model_io, shapes
 from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
@@ -129,6 +129,68 @@ def test_missing_data_is_refused_by_initializer(home):
 def test_short_data_is_refused(offset, length, message, home):
     with pytest.raises(ModelError, match=f"initializer 'w'.*{message}"):
         model_io.load(store(external(offset=offset, length=length), home / "here" / "m.onnx"))
+
+
+@pytest.fixture
+def cached(tmp_path):
+    """A step with its data as Hugging Face's cache holds them: links in a snapshot to files with other names."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "r"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    model = mlp(layers=6, batch=1024, width=32)
+    frozen = model.graph.input[-1]
+    model.graph.input.remove(frozen)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((32, 32), np.float32), frozen.name))
+    onnx.save(model, blobs / "aa", save_as_external_data=True, location="bb", size_threshold=0)
+    for tensor in model.graph.initializer:
+        tensor.external_data[0].value = "model.onnx_data"
+    store(model, blobs / "aa")
+    for name, blob in (("model.onnx", "aa"), ("model.onnx_data", "bb")):
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot / "model.onnx"
+
+
+def test_a_step_in_the_cache_of_hugging_face_is_rewritten_and_opened(cached, tmp_path):
+    pytest.importorskip("onnxruntime")
+    made = onnx_remat.rewrite_model(cached, "80%", run_by="session", effort=1, verify="none")
+    made.save(tmp_path / "out.onnx")
+    assert names_in(tmp_path) == ["blobs", "model.onnx_data", "out.onnx", "snapshots"]
+    assert onnx_remat.Session(cached, fuse=False).slab_bytes
+
+
+def test_a_large_file_in_the_cache_of_hugging_face_is_saved_whole(cached, tmp_path, monkeypatch):
+    model = model_io.load(cached).model
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((160, 160), np.float32), "large"))
+    store(model, cached.resolve())
+    model_io.save(model_io.load(cached).model, tmp_path / "whole.onnx", cached.parent.resolve())
+    monkeypatch.setattr(large_files, "LARGE_FILE", 0)
+    source = model_io.load(cached)
+    model_io.save(source.model, tmp_path / "out.onnx", source.folder)
+    assert (tmp_path / "out.onnx").read_bytes() == (tmp_path / "whole.onnx").read_bytes()
+
+
+def test_a_model_is_not_saved_next_to_links_to_data_elsewhere(cached):
+    """ONNX Runtime refuses data outside the folder of a model that is no link itself."""
+    source = model_io.load(cached)
+    with pytest.raises(ModelError, match=r"leads out of .*write to another folder"):
+        model_io.save(source.model, cached.with_name("out.onnx"), source.folder)
+    assert names_in(cached.parent) == ["model.onnx", "model.onnx_data"]
+
+
+def test_data_next_to_a_link_leads_nowhere_else(cached, tmp_path):
+    (tmp_path / "elsewhere.bin").write_bytes((tmp_path / "blobs" / "bb").read_bytes())
+    link = cached.with_name("model.onnx_data")
+    link.unlink()
+    with pytest.raises(ModelError, match=r"'model.onnx_data': No such file"):
+        model_io.load(cached)
+    link.symlink_to(tmp_path / "elsewhere.bin")
+    with pytest.raises(ModelError, match=r"external data 'model.onnx_data' is outside the model's folder"):
+        model_io.load(cached)
+
+
+def test_data_of_a_linked_model_lies_next_to_its_file(home):
+    (home / "there" / "m.onnx").symlink_to(home / "here" / "m.onnx")
+    assert model_io.load(home / "there" / "m.onnx").folder == (home / "here").resolve()
 
 
 def test_data_of_several_tensors_and_of_bodies_is_found(home):
