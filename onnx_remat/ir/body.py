@@ -8,7 +8,6 @@ inputs. The body therefore captures a small sequence, whose length is the condit
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
@@ -17,6 +16,7 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.naming import Unused
 from onnx_remat.messages import Setting
 
 BODY_KEY = "onnx_remat.body"
@@ -75,28 +75,21 @@ def unshadow(graph: onnx.GraphProto) -> None:
     ONNX requires unique names. Graphs that ONNX Runtime saves violate this: it names the casts that it inserts, inside
     and outside of a body, after the value that they convert.
     """
-    _unshadow(graph, set(), set(names_in(graph)))
+    _unshadow(graph, set(), Unused(names_in(graph), first=1))
 
 
-def _unshadow(graph: onnx.GraphProto, outer: set[str], used: set[str]) -> None:
+def _unshadow(graph: onnx.GraphProto, outer: set[str], names: Unused) -> None:
     visible = outer | defined_in(graph)
     for node in graph.node:
         for body in bodies(node):
-            names = {name: _fresh(name, used) for name in sorted(visible & defined_in(body))}
-            rename_values(body.node, names)
+            new = {name: names.fresh(name) for name in sorted(visible & defined_in(body))}
+            rename_values(body.node, new)
             for values in (body.input, body.output, body.initializer, body.value_info):
                 for value in values:
-                    value.name = names.get(value.name, value.name)
+                    value.name = new.get(value.name, value.name)
             for sparse in body.sparse_initializer:
-                sparse.values.name = names.get(sparse.values.name, sparse.values.name)
-            _unshadow(body, visible, used)
-
-
-def _fresh(name: str, used: set[str]) -> str:
-    """Return an unused name similar to this one, and mark it as used."""
-    new = next(new for i in itertools.count(1) if (new := f"{name}_{i}") not in used)
-    used.add(new)
-    return new
+                sparse.values.name = new.get(sparse.values.name, sparse.values.name)
+            _unshadow(body, visible, names)
 
 
 def names_in(graph: onnx.GraphProto, nodes: bool = True) -> Iterator[str]:

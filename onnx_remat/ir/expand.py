@@ -16,6 +16,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import batch_norm, large_windows, native
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.naming import Unused
 from onnx_remat.ir.opsets import canonical, opset_of
 from onnx_remat.ir.training_ops import with_stand_ins
 from onnx_remat.process import worker
@@ -47,11 +48,11 @@ def expand(model: onnx.ModelProto, replaced: Ops) -> tuple[onnx.ModelProto, froz
     bodies = {int(f.name): f.node for f in onnx.ModelProto.FromString(made).functions}
     if not bodies:
         return model, frozenset()
-    taken = set(names_in(model.graph))
+    unused = Unused(names_in(model.graph))
     nodes: list[onnx.NodeProto] = []
     new: set[str] = set()
     for i, node in enumerate(model.graph.node):
-        body = list(_renamed(bodies[i], node, taken)) if i in bodies else [node]
+        body = list(_renamed(bodies[i], node, unused)) if i in bodies else [node]
         nodes += body
         if i in bodies:
             new.update(name for inner in body for name in inner.output)
@@ -70,29 +71,20 @@ def _lacks_kernel(node: onnx.NodeProto, replaced: Ops) -> bool:
     return op in replaced and (op != batch_norm.OP or batch_norm.trains(node))
 
 
-def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, taken: set[str]) -> Iterator[onnx.NodeProto]:
+def _renamed(body: Collection[onnx.NodeProto], whole: onnx.NodeProto, unused: Unused) -> Iterator[onnx.NodeProto]:
     """Yield the nodes that define `whole`, with unused names; its inputs and outputs keep theirs."""
     label = whole.name or next(filter(None, whole.output))
     names = {name: name for name in (*whole.input, *whole.output, "")}
-
-    def fresh(wished: str) -> str:
-        name, number = wished, 1
-        while name in taken:
-            number += 1
-            name = f"{wished}_{number}"
-        taken.add(name)
-        return name
-
     for node in body:
         made = onnx.NodeProto()
         made.CopyFrom(node)
         for name in node.output:
             if name not in names:
-                names[name] = fresh(f"{label}/{name}")
+                names[name] = unused.fresh(f"{label}/{name}")
         made.input[:] = [names[name] for name in node.input]
         rename_captures(made, names)
         made.output[:] = [names[name] for name in node.output]
-        made.name = fresh(f"{label}/{node.op_type}")
+        made.name = unused.fresh(f"{label}/{node.op_type}")
         made.ClearField("metadata_props")
         made.metadata_props.extend(whole.metadata_props)
         made.doc_string = whole.doc_string

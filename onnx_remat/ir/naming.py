@@ -26,6 +26,28 @@ _SUM = "_grad.accumulation.buffer"
 """Suffix of the input in which onnxruntime-training sums the gradient of the parameter named before."""
 
 
+class Unused:
+    """Names that are not in use yet: a wish itself, or the wish with the lowest number that makes it one.
+
+    >>> names = Unused(["a"])
+    >>> names.fresh("a"), names.fresh("a"), names.fresh("b")
+    ('a_2', 'a_3', 'b')
+    """
+
+    def __init__(self, taken: Iterable[str], first: int = 2) -> None:
+        self._taken, self._first = set(taken), first
+        self._next: dict[str, int] = {}  # by wish: unnamed nodes of one op all wish the same name
+
+    def fresh(self, wish: str) -> str:
+        """Return an unused name similar to a wish; from then on it is in use."""
+        name, number = wish, self._next.get(wish, self._first)
+        while name in self._taken:
+            name, number = f"{wish}_{number}", number + 1
+        self._taken.add(name)
+        self._next[wish] = number
+        return name
+
+
 def renewals(inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, str]:
     """Return the input whose next value each output is.
 

@@ -25,6 +25,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant
+from onnx_remat.ir.naming import Unused
 from onnx_remat.ir.op_semantics import overwritten, semantics
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor, is_of_a_plan
@@ -159,7 +160,7 @@ class _Writer:
         self._made_types: dict[tuple[int, tuple[Dim, ...] | None], onnx.TypeProto] = {}
         self.shapes: dict[str, tuple[int | str, ...]] = {}
         self._interface = {v.name: v.type for v in (*graph.model.graph.input, *graph.model.graph.output)}
-        self._taken = set(names_in(graph.model.graph))
+        self._fresh = Unused(names_in(graph.model.graph)).fresh
         self._latest = {name: name for name in graph.values}
         self._homes = {op.inputs[0]: op.outputs[0] for op in graph.ops if is_move(op)}
         self._maker = {made_by(op): op.index for op in graph.ops if not is_move(op)} if self._homes else {}
@@ -409,14 +410,6 @@ class _Writer:
         if (tensor.dtype, dims) not in self._made_types:
             self._made_types[tensor.dtype, dims] = helper.make_tensor_type_proto(tensor.dtype, dims)
         self.types[name] = self._made_types[tensor.dtype, dims]
-
-    def _fresh(self, wish: str) -> str:
-        name, suffix = wish, 1
-        while name in self._taken:
-            suffix += 1
-            name = f"{wish}_{suffix}"
-        self._taken.add(name)
-        return name
 
 
 def _backward(node: onnx.NodeProto) -> None:
