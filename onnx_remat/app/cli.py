@@ -178,7 +178,7 @@ def _run(arguments: argparse.Namespace) -> int:
         progress.clear()
     with files.together():
         if not arguments.dry_run:
-            model_io.save(result.model, arguments.output, result.folder, arguments.force)
+            model_io.save(result.model, arguments.output, result.folder, arguments.force, result.data)
         if arguments.json not in (None, "-"):
             files.write_text(report.to_json() + "\n", arguments.json)
         for path in arguments.plot:

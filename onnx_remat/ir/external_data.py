@@ -218,11 +218,10 @@ def read_small(model: onnx.ModelProto, folder: Path, limit: int) -> None:
             raise ModelError(f"cannot read external data file {path!r}: {error.strerror}") from error
 
 
-def check_not_data(model: onnx.ModelProto, target: Path, folder: Path | None) -> None:
-    """Raise UsageError if `target` is one of the model's data files, present or future, in `folder`."""
-    if folder is not None:
-        data = [files.Use(folder / path, "data of the model") for path in paths(model)]
-        files.check_uses(data, [files.Use(target, "written")])
+def check_not_data(data: Iterable[str], target: Path, folders: Iterable[Path]) -> None:
+    """Raise UsageError if `target` is one of a model's data files in one of the folders."""
+    read = [files.Use(folder / path, "data of the model") for path in data for folder in folders]
+    files.check_uses(read, [files.Use(target, "written")])
 
 
 def carry(model: onnx.ModelProto, origin: Path, folder: Path) -> None:

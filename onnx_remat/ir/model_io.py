@@ -147,24 +147,30 @@ def without_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto] | No
 
 
 def save(
-    model: onnx.ModelProto, target: str | os.PathLike[str], source_folder: Path | None, force: bool = True
+    model: onnx.ModelProto,
+    target: str | os.PathLike[str],
+    source_folder: Path | None,
+    force: bool = True,
+    data: Sequence[str] = (),
 ) -> None:
     """Write `model` to `target` atomically: readers see the old file or the whole new one, never a part.
 
     External data files are copied next to `target` unless they lie there. Links are followed; a replaced file
     keeps its permissions. Without `force`, only one of several processes that write to the same target succeeds.
+    `data` are the data files of the model's source that it no longer refers to, see `Source`.
 
     Raises
     ------
     UsageError
-        `target` is one of the model's own data files, or exists without `force`.
+        `target` is one of the data files of the model or its source, or exists without `force`.
     ModelError
         The disk is full, the model exceeds the format's limit, or another file, or a link out of the folder, is in the
         place of a data file.
     """
     path = files.resolved(target)
     folder = path.parent
-    external_data.check_not_data(model, path, folder)
+    homes = [folder] if source_folder is None else [source_folder, folder]
+    external_data.check_not_data([*external_data.paths(model), *data], path, homes)
     try:
         with files.together():
             if source_folder is not None:

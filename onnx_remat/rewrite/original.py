@@ -36,6 +36,8 @@ class Original:
     options : Options
     folder : Path or None
         Where the model's external data lies.
+    data : tuple of str
+        Relative paths of its data files.
     memory : Accounting
         The memory that budgets cover, and the model as it is planned.
     executed : Executed
@@ -52,6 +54,7 @@ class Original:
 
     options: Options
     folder: Path | None
+    data: tuple[str, ...]
     memory: Accounting
     executed: Executed
     by_level: Mapping[str, Executed]
@@ -141,7 +144,9 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
         memory = LoopMemory.of(executed, compiled, footprint, options)
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     expanded = bool(source.model.functions) or nodes[0] != nodes[1]
-    return Original(options, source.folder, memory, executed, by_level, footprint, clock.seconds, deadline, expanded)
+    return Original(
+        options, source.folder, source.data, memory, executed, by_level, footprint, clock.seconds, deadline, expanded
+    )
 
 
 def _at_every_level(

@@ -51,6 +51,8 @@ class Result:
     report : Report
     folder : Path or None
         Where the model's external data lies.
+    data : tuple of str
+        Relative paths of the original's data files.
     compiled : Compiled
         The original as it was planned.
     original, executed : Executed
@@ -62,6 +64,7 @@ class Result:
     model: onnx.ModelProto
     report: Report
     folder: Path | None
+    data: tuple[str, ...]
     compiled: Compiled
     original: Executed
     executed: Executed
@@ -73,7 +76,7 @@ class Result:
 
     def save(self, path: str | os.PathLike[str], force: bool = False) -> None:
         """Write the model atomically; external data files are carried along. See `model_io.save`."""
-        model_io.save(self.model, files.check_target(path, None, force), self.folder, force)
+        model_io.save(self.model, files.check_target(path, None, force), self.folder, force, self.data)
 
 
 def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
@@ -226,8 +229,8 @@ def _rewrite(job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = No
         measured = _verify(job, written, fitted.executed)
     report = _report(job, fitted, measured)
     return Result(
-        _as_saved(written.model, options), report, original.folder, memory.compiled, original.executed, final,
-        tuple(written.recomputed),
+        _as_saved(written.model, options), report, original.folder, original.data, memory.compiled, original.executed,
+        final, tuple(written.recomputed),
     )  # fmt: skip
 
 
@@ -371,4 +374,7 @@ def _unchanged(job: Job) -> Result:
         warnings=warnings(compiled, compiled.graph.model),
         run_by=memory.run_by, loop_before=footprint, loop_after=footprint,
     )  # fmt: skip
-    return Result(_as_saved(compiled.graph.model, options), report, original.folder, compiled, executed, executed, ())
+    return Result(
+        _as_saved(compiled.graph.model, options), report, original.folder, original.data, compiled, executed, executed,
+        (),
+    )  # fmt: skip

@@ -174,6 +174,8 @@ def test_a_model_is_not_saved_next_to_links_to_data_elsewhere(cached):
     source = model_io.load(cached)
     with pytest.raises(ModelError, match=r"leads out of .*write to another folder"):
         model_io.save(source.model, cached.with_name("out.onnx"), source.folder)
+    with pytest.raises(UsageError, match="data of the model"):
+        model_io.save(source.model, cached.with_name("model.onnx_data"), source.folder)
     assert names_in(cached.parent) == ["model.onnx", "model.onnx_data"]
 
 
@@ -423,6 +425,20 @@ def test_data_that_was_read_is_not_written_over(tmp_path, capsys):
     assert not external_data.paths(model_io.load(path).model)
     assert cli.main([str(path), str(tmp_path / "w.bin"), "--budget", "100%", "--force"]) == 2
     assert "data of the model" in capsys.readouterr().err and (tmp_path / "w.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["read as a whole", "left in its file"])
+def test_a_result_is_not_saved_over_its_models_data(small, tmp_path):
+    weight = np.ones((4, 4) if small else (64, 64), np.float32)
+    side = [len(weight), len(weight)]
+    model = model_of([make("MatMul", ["x", "w"], ["y"], name="mm")], {"x": side}, {"y": side}, {"w": weight})
+    path, data = tmp_path / "m.onnx", tmp_path / "w.bin"
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    before = data.read_bytes()
+    result = onnx_remat.rewrite_model(path, "100%", run_by="session", verify="none")
+    with pytest.raises(UsageError, match="data of the model"):
+        result.save(data, force=True)
+    assert data.read_bytes() == before
 
 
 def test_a_step_with_data_is_rewritten_where_nothing_can_be_linked(tmp_path, monkeypatch):
