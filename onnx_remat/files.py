@@ -86,7 +86,7 @@ def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path
     try:
         _check_path(path, source, force)
         # Only a write shows whether writing works: permissions, quotas and read-only disks all matter.
-        handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=".tmp", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=".tmp", dir=resolved(path).parent)
         os.close(handle)
         Path(name).unlink()
     except OSError as error:
@@ -95,13 +95,13 @@ def check_target(target: PathLike, source: PathLike | None, force: bool) -> Path
 
 
 def _check_path(path: Path, source: PathLike | None, force: bool) -> None:
-    resolved(path)
+    folder = resolved(path).parent
     if str(path) == "-":
         raise UsageError("a model is written to a file, not to standard output: name one, or ./- for one of this name")
     if path.is_dir():
         raise UsageError(f"{path} is a directory: name a file to write")
-    if not path.parent.is_dir():
-        raise UsageError(f"folder {path.parent} does not exist: create it, or name another file")
+    if not folder.is_dir():
+        raise UsageError(f"folder {folder} does not exist: create it, or name another file")
     if source is not None:
         check_uses([Use(source, "the input")], [Use(path, "written")])
     if path.exists() and not path.is_file():

@@ -53,6 +53,17 @@ def test_a_loop_of_links_is_refused(name, tmp_path):
             write("x", tmp_path / name)
 
 
+def test_a_link_into_a_folder_that_is_not_there_is_refused_before_anything_is_planned(tmp_path):
+    link = tmp_path / "out.onnx"
+    link.symlink_to("nowhere/out.onnx")
+    with pytest.raises(UsageError, match=r"folder .*nowhere does not exist: create it"):
+        files.check_target(link, None, force=False)
+    (tmp_path / "nowhere").mkdir()
+    assert files.check_target(link, None, force=False) == link
+    files.write_text("x", link)
+    assert (tmp_path / "nowhere" / "out.onnx").read_text() == "x" and link.is_symlink()
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_without_force_one_writer_alone_gets_the_place(links, tmp_path, monkeypatch):
     """Who comes second leaves nothing of its files, data that both have aside."""
