@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from onnx_remat.memory.problem import Longs
+from tests.support.layout_check import check_layout
 
 HEADS = ("file", "buffers", "bound", "height", "of the bound", "of capacity", "seconds")
 
@@ -38,7 +39,6 @@ def read(path: Path) -> tuple[Longs, Longs, Longs]:
 def rows(file: str, *, seconds: float = 30.0) -> Iterator[tuple[str, ...]]:
     """The row of one instance."""
     from onnx_remat.memory.layout import load_later_searches, load_search, solve
-    from onnx_remat.memory.layout_check import check_layout
 
     load_search()  # before the clock starts
     load_later_searches()

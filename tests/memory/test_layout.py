@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from onnx_remat.memory import layout as layouts
 from onnx_remat.memory import layout_ascending, layout_ledges
 from onnx_remat.memory.layout import Layout, solve
-from onnx_remat.memory.layout_check import check_layout
 from onnx_remat.memory.layout_sections import sections
 from onnx_remat.memory.problem import Longs
 from scripts.tables import placement
+from tests.support.layout_check import check_layout
 
 Instance = tuple[Longs, Longs, Longs]
 
