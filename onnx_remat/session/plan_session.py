@@ -218,7 +218,7 @@ def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any
 
     Return also the digest of what was read, empty for a model with weights in other files.
     """
-    from onnx_remat.ir import external_data, model_io
+    from onnx_remat.ir import model_io
     from onnx_remat.memory import layout
     from onnx_remat.process import worker
 
@@ -226,7 +226,7 @@ def planned(path: str, target: str, request: Mapping[str, Any]) -> dict[str, Any
     threading.Thread(target=layout.load_greedy, daemon=True).start()  # while ONNX Runtime optimises the step
     data = plan_cache.content(Path(path))
     source = model_io.of_file(Path(path), data)
-    digest = "" if data is None or external_data.paths(source.model) else plan_cache.digest_of(data)
+    digest = "" if data is None or source.data else plan_cache.digest_of(data)
     return {"plan": asdict(plan(source, Path(target), SessionRequest(**request))), "read": digest}
 
 

@@ -174,20 +174,21 @@ def test_a_check_always_runs(path, no_planning):
         Session(path, check=True)
 
 
+@pytest.mark.parametrize("size", [1024, 64])
 @pytest.mark.parametrize("folded", [False, True])
-def test_weights_in_another_file_are_read_each_time(tmp_path, folder, folded):
+def test_weights_in_another_file_are_read_each_time(tmp_path, folder, folded, size):
     """The file that names them stays the same when they change."""
-    weight = helper.make_tensor("w", TensorProto.FLOAT, [1024], np.ones(1024, np.float32).tobytes(), raw=True)
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1024]) for name in "xy")
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [size], np.ones(size, np.float32).tobytes(), raw=True)
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [size]) for name in "xy")
     nodes = [helper.make_node("Neg", ["w"], ["v"]), helper.make_node("Mul", ["x", "v" if folded else "w"], ["y"])]
     graph = helper.make_graph(nodes[not folded :], "g", [x], [y], [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     path = tmp_path / "model.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    x = {"x": np.ones(1024, np.float32)}
+    x = {"x": np.ones(size, np.float32)}
     with Session(path) as session:
         assert abs(session.run(x)["y"][0]) == 1
-    (tmp_path / "weights.bin").write_bytes(np.full(1024, 2, np.float32).tobytes())
+    (tmp_path / "weights.bin").write_bytes(np.full(size, 2, np.float32).tobytes())
     with Session(path) as session:
         assert abs(session.run(x)["y"][0]) == 2
     assert not folder.exists() or not [*folder.iterdir()]
