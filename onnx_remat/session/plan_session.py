@@ -19,6 +19,7 @@ import numpy as np
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
+from onnx_remat.process import cache
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing, plan_cache
 from onnx_remat.session.fusing import Fused
@@ -303,7 +304,8 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
             if source.folder is not None:
                 external_data.link(copy, source.folder, target.parent)
-            onnx.save(copy, target)
+            with cache.replacing(target) as partial:  # what has its name may be a link to a data file of the user
+                onnx.save(copy, partial)
             code = fusing.kernel_file(target)
             code.unlink(missing_ok=True)
             if each.kernels:

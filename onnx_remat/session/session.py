@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 import threading
 import warnings
@@ -144,7 +145,7 @@ class Session:
         self._again = (os.fspath(model) if is_path else None, provider, dict(dims or {}), donate, threads, level,
                        memory_limit, cuda_graph, fuse)  # fmt: skip
         with files.scratch() as folder:
-            path, target = _as_file(model, folder), folder / "lean.onnx"
+            path, target = _as_file(model, folder), _lean_file(folder)
             wanted = fuse is not False and level != "disable"
             lacking = _why_not_fused() if wanted else ""
             secret = shim.new_secret() if wanted and not lacking else 0
@@ -452,6 +453,16 @@ def _as_file(model: Any, folder: Path) -> Path:
     if hasattr(model, "SerializeToString"):
         return runtime.write_beside(model, None, folder)
     raise UsageError(f"a session opens a path, bytes, an onnx.ModelProto or a Result, not {type(model).__name__}")
+
+
+def _lean_file(folder: Path) -> Path:
+    """Return where to write the lean graph: in a new folder, where links to the step's data files join it.
+
+    None of these may have its name, so it is a random one.
+    """
+    home = folder / "lean"
+    home.mkdir()
+    return home / f"{secrets.token_hex(8)}.onnx"
 
 
 def _loose(step: SessionPlan) -> list[str]:

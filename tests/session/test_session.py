@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -14,7 +16,7 @@ import onnx_remat
 from onnx_remat import ModelError, Session, UsageError, rewrite_model
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
-from onnx_remat.session import loading
+from onnx_remat.session import loading, plan_session
 from onnx_remat.session.plan_session import Array
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
@@ -394,6 +396,35 @@ def test_arguments_are_checked(tmp_path):
         Session(SAMPLE, donate={"new": "old"})
 
 
+@pytest.mark.parametrize("given", ["a path", "a result"])
+def test_data_files_may_have_any_name_and_are_left_alone(tmp_path, given):
+    names = ["lean.onnx", "lean.kernels", "lean", "model", "model.onnx"]
+    weights = {name: np.full(512, i, np.float32) for i, name in enumerate(names)}
+    step = model_of([make("Sum", ["x", *names], ["y"])], {"x": [512]}, {"y": [512]}, weights)
+    for tensor in step.graph.initializer:
+        (tmp_path / tensor.name).write_bytes(tensor.raw_data)
+        onnx.external_data_helper.set_external_data(tensor, tensor.name)
+        tensor.ClearField("raw_data")
+    onnx.save(step, tmp_path / "step.onnx")
+    result = SimpleNamespace(model=step, report=None, folder=tmp_path)
+    with Session(tmp_path / "step.onnx" if given == "a path" else result) as session:
+        np.testing.assert_array_equal(session.run({"x": weights["lean"]})["y"], np.full(512, 12, np.float32))
+    assert all((tmp_path / name).read_bytes() == weight.tobytes() for name, weight in weights.items())
+
+
+def test_a_lean_graph_is_not_written_into_a_data_file(tmp_path):
+    """Whatever name it has to have: what is there may be a link to the user's file."""
+    weight = {"w": np.ones(512, np.float32)}
+    onnx.save(
+        model_of([make("Mul", ["x", "w"], ["y"])], {"x": [512]}, {"y": [512]}, weight),
+        tmp_path / "step.onnx", save_as_external_data=True, location="w.bin",
+    )  # fmt: skip
+    (tmp_path / "lean").mkdir()
+    with suppress(ModelError):
+        plan_session.arrange(tmp_path / "step.onnx", tmp_path / "lean" / "w.bin", plan_session.SessionRequest())
+    assert (tmp_path / "w.bin").read_bytes() == weight["w"].tobytes()
+
+
 def test_a_session_opened_by_path_is_picklable(tmp_path):
     model = mlp(layers=2, batch=64, width=64)
     onnx.save(model, tmp_path / "m.onnx")
@@ -434,7 +465,6 @@ def test_a_node_that_fails_is_named():
 
 def test_another_order_is_refused(monkeypatch, tmp_path):
     from onnx_remat.ort import runtime
-    from onnx_remat.session import plan_session
 
     onnx.save(mlp(layers=2, batch=64, width=64), tmp_path / "m.onnx")
     right = runtime.order_by_priority
