@@ -306,10 +306,11 @@ class FeedbackRunner(_WithoutForgetting):
         if self._device != "cpu":
             self._bind(name, value)
             return
-        if name in self._own:
-            np.copyto(self._own[name], value.numpy())
+        new, own = value.numpy(), self._own.get(name)
+        if own is not None and own.shape == new.shape:
+            np.copyto(own, new)
             return
-        self._own[name] = np.array(value.numpy(), order="C")
+        self._own[name] = np.array(new, order="C")
         self._bind(name, OrtValue.ortvalue_from_numpy(self._own[name], "cpu", 0))
 
     def _descend(self, name: str, gradient: Any) -> None:

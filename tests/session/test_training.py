@@ -400,6 +400,16 @@ def test_a_default_is_no_first_value_of_what_steps_renew(by, left):
     assert [loop.step(), loop.step()] == [64, -64 if left == "new" else 128]
 
 
+def test_state_may_change_its_size():
+    nodes = [
+        helper.make_node("ReduceSum", ["h"], ["loss"], keepdims=0),
+        helper.make_node("Identity", ["x"], ["new.h"]),
+    ]  # fmt: skip
+    model = model_of(nodes, {"h": ["K"], "x": ["N"]}, {"loss": [], "new.h": ["N"]})
+    loop = Loop(plain_session(model), {"h": np.zeros(4, np.float32), "x": np.ones(4, np.float32)})
+    assert [loop.step(), loop.step({"x": np.float32([5])}), loop.step(), loop.step()] == [0, 4, 5, 5]
+
+
 def test_what_is_no_mapping_of_arrays_is_refused_as_that():
     model = mlp(layers=1, batch=8, width=16)
     loop = Loop(model, feeds_for(model))
