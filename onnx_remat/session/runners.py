@@ -28,7 +28,9 @@ def _left_to_apply(outputs: Iterable[str], inputs: Container[str], renewed: Iter
 
 def _renewed(session: Session) -> dict[str, str]:
     """Return the input of each output that is its next value: by the session's own pairs, else by their names."""
-    return renewals((a.name for a in session.inputs), (a.name for a in session.outputs)) | dict(session.renewals)
+    stated = session.renewals
+    named = renewals((a.name for a in session.inputs), (a.name for a in session.outputs))
+    return {output: name for output, name in named.items() if name not in stated.values()} | dict(stated)
 
 
 def _check_complete(

@@ -101,6 +101,18 @@ def test_a_pair_that_cannot_be_written_in_place_is_copied():
         np.testing.assert_array_equal(loop.view("w"), np.full(N, 3))
 
 
+def test_a_pair_that_is_stated_has_precedence_over_one_by_name():
+    nodes = [
+        node("Mul", ["w", "two"], ["better"]), node("Mul", ["w", "three"], ["new.w"]),
+        node("ReduceMean", ["w"], ["loss"], keepdims=0),
+    ]  # fmt: skip
+    outputs = {"better": N, "new.w": N, "loss": []}
+    model = model_of(nodes, {"w": N}, outputs, {"two": np.float32([2]), "three": np.float32([3])})
+    with Session(model, donate={"better": "w"}) as session:
+        loop = Loop(session, {"w": np.ones(N, np.float32)})
+        assert [loop.step() for _ in range(3)] == [1, 2, 4]
+
+
 def with_default():
     nodes = [
         node("Mul", ["w", "rate"], ["new.w"]), node("ReduceMean", ["new.w"], ["loss"], keepdims=0),
