@@ -197,8 +197,8 @@ class DeviceMemory:
         return array
 
     def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return copies of outputs of the last run; onnxruntime allocated those in `loose`."""
-        values = dict(zip([*self._bound, *loose], self._binding.get_outputs(), strict=True))
+        """Return copies of outputs of the last run; onnxruntime allocated those in `loose`, which were bound first."""
+        values = dict(zip([*loose, *self._bound], self._binding.get_outputs(), strict=True))
         formals = {array.name: array for array in self._step.outputs}
         return {name: _read(values[name], formals[name]) for name in wanted}
 

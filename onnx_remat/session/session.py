@@ -180,6 +180,7 @@ class Session:
     def _open_on_cpu(self, target: Path, threads: int) -> None:
         self._session = loading.load(target, list(self._step.execution_providers), threads, self._step.pool)
         self._binding = self._session.io_binding()
+        self._bind_loose()
         if self._slab.size < self._step.slab:
             self._slab = heap.reserve(self._step.slab)
         self._bind_outputs(self._step)
@@ -193,6 +194,7 @@ class Session:
         self._session = loading.load(target, providers, threads, step.pool)
         on_device.check_provider(self._session, step.execution_providers[0])
         self._binding = self._session.io_binding()
+        self._bind_loose()
         self._device = DeviceMemory(self._binding, step, device, fixed=graph)
         if graph:
             self._run()
@@ -252,9 +254,13 @@ class Session:
         heap.keep_trimmed()
         self._run()
 
-    def _run(self) -> None:
+    def _bind_loose(self) -> None:
+        """Let onnxruntime allocate the outputs without an address; the first call puts them before all others."""
         for name in self._loose:
             self._binding.bind_output(name)
+
+    def _run(self) -> None:
+        self._bind_loose()
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
@@ -271,8 +277,8 @@ class Session:
             return self._from_device(self._device)
         made = {name: view.copy() if copy else view for name, view in self._views.items()}
         if self._loose:
-            loose = self._binding.get_outputs()[-len(self._loose) :]
-            made |= {name: np.array(value.numpy()) for name, value in zip(self._loose, loose, strict=True)}
+            loose = zip(self._loose, self._binding.get_outputs(), strict=False)  # they are the first, see `_bind_loose`
+            made |= {name: np.array(value.numpy()) for name, value in loose}
         return made | {output: self._bound[name][1] for output, name in self.donated.items()}
 
     @property
@@ -354,19 +360,17 @@ class Session:
             self._binding.clear_binding_inputs()
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
-        new = {name: value for name, value in feeds.items() if self._bound.get(name, (0, None))[1] is not value}
+        new = {name: value for name, value in feeds.items() if self._bound.get(name, _UNBOUND)[1] is not value}
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
         self._check_memory(arrays, renewed)
         for name, array in arrays.items():
             formal, address = self._formals[name], array.ctypes.data
-            if name in self._bound and self._bound[name][0] == address:
-                self._bound[name] = address, array
-                continue
-            kind = formal.element_type
-            self._binding.bind_input(name, "cpu", 0, kind, formal.shape, address)
+            if self._bound.get(name, _UNBOUND)[0] != address:
+                self._bound[name] = _UNBOUND  # should an interrupt come now, the next run binds both
+                self._binding.bind_input(name, "cpu", 0, formal.element_type, formal.shape, address)
+                if name in renewed:
+                    self._binding.bind_output(renewed[name], "cpu", 0, formal.element_type, formal.shape, address)
             self._bound[name] = address, array
-            if name in renewed:
-                self._binding.bind_output(renewed[name], "cpu", 0, kind, formal.shape, address)
 
     def _check_complete(self, given: Container[str]) -> None:
         """Raise UsageError for an input that has neither a value nor a default."""
@@ -410,6 +414,10 @@ class Session:
             self._bound.pop(name, None)
             if name not in lying:
                 self._bound[name] = 0, given[name]
+
+
+_UNBOUND: tuple[int, Any] = (0, object())
+"""In place of the address and the array of an input that is not bound."""
 
 
 def seed_draws(seed: int) -> None:

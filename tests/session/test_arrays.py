@@ -57,6 +57,33 @@ def test_a_result_is_not_read_where_the_next_run_writes():
         session.run(feeds | {"x": made["new.m"].copy()})
 
 
+class Interrupted:
+    """A binding during which the user presses Ctrl-C once, when an output is to be bound."""
+
+    def __init__(self, binding, at):
+        self.binding, self.at = binding, at
+
+    def __getattr__(self, name):
+        return getattr(self.binding, name)
+
+    def bind_output(self, name, *more):
+        if name == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+        self.binding.bind_output(name, *more)
+
+
+def test_a_session_goes_on_after_an_interrupt():
+    with Session(two_states(), donate=True) as session:
+        session._binding = Interrupted(session._binding, "new.v")
+        feeds = {name: numbers(seed) for seed, name in enumerate("mvx")}
+        wanted = feeds["v"] + feeds["m"] * feeds["x"]
+        with pytest.raises(KeyboardInterrupt):
+            session.run(feeds)
+        assert session.run(feeds)["loss"] == pytest.approx(wanted.mean(), rel=1e-3)
+        np.testing.assert_array_equal(feeds["v"], wanted)
+
+
 def cast_step(kind):
     nodes = [node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]
     return model_of(nodes, {"x": (kind, [4])}, {"y": [4]})
