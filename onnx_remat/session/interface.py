@@ -25,6 +25,12 @@ class Formal:
     dtype: str
     shape: tuple[int | None, ...] | None
 
+    def empty(self) -> npt.NDArray[Any]:
+        """Return a read-only array of the type and shape, without elements along sizes that are unknown."""
+        array: npt.NDArray[Any] = np.empty([size or 0 for size in self.shape or ()], self.dtype)
+        array.flags.writeable = False
+        return array
+
 
 def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_device: bool = False) -> None:
     """Raise UsageError unless every array is an input of the model, of its type and shape."""

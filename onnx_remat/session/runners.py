@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,14 +79,7 @@ class InPlaceRunner:
         if not copy:
             _check_trainable(self._arrays, self._trained)
 
-    def empty(self, name: str) -> npt.NDArray[Any]:
-        """Return a read-only array of an input's type and shape."""
-        sizes = [n or 0 for n in self.formals[name].shape or ()]
-        array: npt.NDArray[Any] = np.empty(sizes, self.formals[name].dtype)
-        array.flags.writeable = False
-        return array
-
-    def forget(self, names: Iterable[str]) -> None:
+    def forget(self, names: Collection[str]) -> None:
         """Let inputs have their defaults again."""
         for name in names:
             self._own.discard(name)
@@ -122,19 +115,7 @@ class InPlaceRunner:
         return arrays
 
 
-class _WithoutForgetting:
-    """A runner whose inputs keep the values that they were once given."""
-
-    optional: frozenset[str] = frozenset()
-
-    def empty(self, name: str) -> npt.NDArray[Any]:
-        raise NotImplementedError(name)
-
-    def forget(self, names: Iterable[str]) -> None:
-        assert not list(names)
-
-
-class DeviceRunner(_WithoutForgetting):
+class DeviceRunner:
     """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
     def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
@@ -150,7 +131,8 @@ class DeviceRunner(_WithoutForgetting):
         self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         self._gradients = _left_to_apply(outputs, self.formals, renewed.values())
         trained = {*renewed.values(), *self._gradients.values()}
-        _check_complete(self.formals, state, session.defaults, trained)
+        self.optional = frozenset(session.defaults) - trained
+        _check_complete(self.formals, state, self.optional, trained)
         _check_numbers(session.outputs, self._gradients)
         lying = {} if copy else _lying(self._device, state, trained)
         self._use = self._device.take(state)
@@ -166,6 +148,10 @@ class DeviceRunner(_WithoutForgetting):
                 "the session was used since by another Loop, or by `run`, and has the state of that: open a Session "
                 "for each"
             )
+
+    def forget(self, names: Collection[str]) -> None:
+        """Let inputs have their defaults again."""
+        self._use = self._device.take([name for name in self._device.fed if name not in names])
 
     def feed(self, batch: Mapping[str, Any]) -> None:
         self._check_use()
@@ -229,7 +215,7 @@ def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
     check_apart(((a.ctypes.data, a.nbytes, name) for name, a in arrays.items()), renewed, "pass copy=True")
 
 
-class FeedbackRunner(_WithoutForgetting):
+class FeedbackRunner:
     """Run steps with onnxruntime's own session: the outputs of each step are the inputs of the next."""
 
     def __init__(
@@ -256,11 +242,18 @@ class FeedbackRunner(_WithoutForgetting):
         self._gradients = _left_to_apply(self._outputs, self.formals, self._renews.values())
         self._sums = gradient_sums(self.formals)
         trained = {*self._renews.values(), *self._gradients.values(), *self._sums, *self._sums.values()}
-        _check_complete(self.formals, state, defaults, trained)
+        self.optional = frozenset(defaults) - trained
+        _check_complete(self.formals, state, self.optional, trained)
         self._own: dict[str, npt.NDArray[Any]] = {}  # state on the CPU, bound once a step has renewed it
         self._binding = session.io_binding()
-        for name, value in self._values.items():
-            self._binding.bind_ortvalue_input(name, value)
+        self._bind_all()
+
+    def forget(self, names: Collection[str]) -> None:
+        """Let inputs have their defaults again."""
+        for name in names:
+            del self._values[name]
+        self._binding.clear_binding_inputs()
+        self._bind_all()
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         from onnxruntime import OrtValue
@@ -292,6 +285,10 @@ class FeedbackRunner(_WithoutForgetting):
         for array in arrays.values():
             array.flags.writeable = False
         return arrays
+
+    def _bind_all(self) -> None:
+        for name, value in self._values.items():
+            self._binding.bind_ortvalue_input(name, value)
 
     def _bind(self, name: str, value: Any) -> None:
         self._values[name] = value

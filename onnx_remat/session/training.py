@@ -196,7 +196,7 @@ class Loop:
         arrays = {name: array for name, array in arrays.items() if name not in by_default}
         for name in self._runner.optional - arrays.keys():
             if name in stored:
-                arrays[name] = self._runner.empty(name)
+                arrays[name] = self._runner.formals[name].empty()
         kinds = state_file.kinds_of(arrays)
         state_file.check(path, kinds)
         self._failed = "interrupted"

@@ -215,6 +215,7 @@ def test_a_session_is_used_again_without_what_was_there_before(tmp_path):
     stepped, read, fine, ran = found["shared"]
     assert fine == "" and stepped == read == ran and "the session was used since by another Loop" in ran
     assert found["left_out"] == {"differ": True, "again": True, "refused": "no value for input 'w'"}
+    assert found["restored"]
 
 
 REFUSED = [

@@ -355,9 +355,11 @@ def with_a_rate():
     return model
 
 
-def test_a_state_with_or_without_what_has_a_default_is_gone_on_from(tmp_path):
+@pytest.mark.parametrize("by", ["session", "onnxruntime"])
+def test_a_state_with_or_without_what_has_a_default_is_gone_on_from(tmp_path, by):
+    model = Session(with_a_rate(), donate=True) if by == "session" else plain_session(with_a_rate())
     start = {"w": np.ones(64, np.float32)}
-    fed, plain = Loop(with_a_rate(), start), Loop(with_a_rate(), start)
+    fed, plain = Loop(model, start), Loop(model, start)
     fed.step({"rate": np.float32(0.25)})
     fed.save(tmp_path / "fed")
     plain.step()
@@ -365,7 +367,7 @@ def test_a_state_with_or_without_what_has_a_default_is_gone_on_from(tmp_path):
     with_it, without = fed.state(), plain.state()
     assert (sorted(with_it), sorted(without)) == (["rate", "w"], ["w"])
     for go_on in (lambda loop, name, state: loop.load(tmp_path / name), lambda loop, name, state: loop.restore(state)):
-        for loop in (Loop(with_a_rate(), start), Loop(with_a_rate(), start | {"rate": np.float32(0.125)})):
+        for loop in (Loop(model, start), Loop(model, start | {"rate": np.float32(0.125)})):
             go_on(loop, "fed", with_it)
             assert loop.step() == 64 * 0.75 * 0.75
             go_on(loop, "plain", without)

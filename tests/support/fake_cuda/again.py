@@ -25,7 +25,8 @@ def main() -> None:
     path = json.load(sys.stdin)["path"]
     books = Books()  # it holds the device
     books.compute()
-    print(json.dumps({"lying": _lying(path), "shared": _shared(path), "left_out": _left_out(path)}))
+    found = {"lying": _lying, "shared": _shared, "left_out": _left_out, "restored": _restored}
+    print(json.dumps({name: of(path) for name, of in found.items()}))
 
 
 def _refusal(call: Callable[[], Any]) -> str:
@@ -72,6 +73,22 @@ def _left_out(path: str) -> dict[str, Any]:
         default, scaled = new(plain), new(state)
         refused = _refusal(lambda: session.run({name: state[name] for name in "mv"}))
         return {"differ": default != scaled, "again": new(plain) == default, "refused": refused}
+
+
+def _restored(path: str) -> bool:
+    """Whether a `Loop` has a default again once it goes on from a state without the value that a batch had."""
+    with Session(path, "cuda", donate=True) as session:
+        state = state_of(session, 0)
+        loop = Loop(session, {name: state[name] for name in state if name != "scale"}, device="cuda")
+        start = loop.state()
+        loop.step()
+        default = loop.view("w").tobytes()
+        loop.restore(start)
+        loop.step({"scale": state["scale"]})
+        other = loop.view("w").tobytes()
+        loop.restore(start)
+        loop.step()
+        return bool(other != default and loop.view("w").tobytes() == default)
 
 
 if __name__ == "__main__":
