@@ -119,7 +119,8 @@ class Child:
     ) -> None:  # fmt: skip
         environment = os.environ | variables | _as_started()
         if not python:
-            environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # noqa: PTH109
+            paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]  # noqa: PTH109 - Python skips others
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         self.process = self._started([*_command(python), *imports], environment)
         self._stderr = b""
         self._listener = threading.Thread(target=self._listen, daemon=True)

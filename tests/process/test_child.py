@@ -63,6 +63,11 @@ def failure(task, job, limit=None):
     return failed.value
 
 
+def test_what_python_ignores_in_its_search_path_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert call(HERE + "given_back", {"number": 1}) == {"number": 1}
+
+
 def test_large_arrays_and_bytes_go_both_ways(tmp_path):
     arrays = {"big": np.arange(1 << 21), "turned": np.arange(6, dtype=">i2").reshape(2, 3).T, "none": np.zeros((0, 3)),
               "single": np.array(1.5, np.float16), "yes": np.array([True, False])}  # fmt: skip
