@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from onnx_remat import ModelError, UsageError, rewrite_model
 from onnx_remat.app import cli
@@ -185,6 +185,18 @@ def test_sums_grow_by_weighed_gradients():
     more = {"grad.a": sums[0], "grad.b": sums[1], "gradient_weight": np.array(0.25, np.float32)}
     made = run_model(step, given | more)
     assert same_bits(made, [loss, *(s + np.float32(0.25) * g for s, g in zip(sums, gradients, strict=True))])
+
+
+def test_a_gradient_that_is_a_constant_is_summed():
+    """That of a sum of weights, say."""
+    ones = {"grad.w": np.ones(4, np.float32)}
+    model = model_of([MAKE("ReduceSum", ["w"], ["loss"], keepdims=0)], {"w": [4]}, {"loss": [], "grad.w": [4]}, ones)
+    step = accumulating(model)
+    onnx.checker.check_model(step)
+    before = np.full(4, 3, np.float32)
+    feeds = {"w": np.ones(4, np.float32), "grad.w": before, "gradient_weight": np.array(0.5, np.float32)}
+    loss, total = run_model(step, feeds)
+    assert loss == 4 and same_bits([total], [np.full(4, 3.5, np.float32)])
 
 
 def test_outputs_besides_stay_with_the_gradients_under_their_names():

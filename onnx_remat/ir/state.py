@@ -14,9 +14,10 @@ from onnx_remat.ir.naming import NEW
 
 
 def rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Rename values wherever nodes, and bodies of nodes, produce or read them."""
+    """Rename values wherever a graph, its nodes and their bodies name them."""
     rename_values(graph.node, names)
-    for value in (*graph.output, *graph.value_info):
+    constants = (*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer))
+    for value in (*graph.input, *graph.output, *graph.value_info, *constants):
         value.name = names.get(value.name, value.name)
 
 
