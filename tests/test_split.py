@@ -174,6 +174,17 @@ def test_a_noise_that_both_parts_would_draw_is_refused():
         split_step(model)
 
 
+@pytest.mark.parametrize("output", [False, True])
+def test_an_input_without_readers_stays_with_its_default(output):
+    model = small([*GRADIENT, *SGD], {"new.w": [4, 4]} | ({"unread": [2]} if output else {}), more={"unread": [2]})
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(2, np.float32), "unread"))
+    gradients = split_step(model).gradients
+    onnx.checker.check_model(gradients)
+    feeds = feeds_for(model)
+    made = run_model(gradients, {name: feeds[name] for name in "wx"})
+    assert not output or same_bits([made[1]], [np.ones(2, np.float32)])
+
+
 def test_sums_grow_by_weighed_gradients():
     parts = split_step(clipped())
     step = accumulating(parts.gradients)

@@ -154,11 +154,14 @@ def _first_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str])
     """Return the step up to its gradients, including inputs without readers."""
     read = {name for op in step.graph.ops for name in op.reads}
     model = _part(step, needed(step, [*outputs, *cut.values()], ()), outputs, "gradients")
-    model.graph.input.extend(value for value in step.graph.model.graph.input if value.name not in read)
+    whole, has = step.graph.model.graph, {value.name for value in model.graph.input}
+    unread = {value.name for value in whole.input} - read - has
+    model.graph.input.extend(value for value in whole.input if value.name in unread)
+    model.graph.initializer.extend(default for default in whole.initializer if default.name in unread)
     names = _names(cut)
     rename(model.graph, names)
     del model.graph.output[:]
-    declared = {value.name: value for value in step.graph.model.graph.output}
+    declared = {value.name: value for value in whole.output}
     gradient = {GRADIENT + name for name in cut}
     model.graph.output.extend(declared[name] for name in outputs if name not in gradient)
     for name in outputs:
