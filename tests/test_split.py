@@ -174,6 +174,13 @@ def test_a_noise_that_both_parts_would_draw_is_refused():
         split_step(model)
 
 
+def test_a_default_of_what_steps_renew_is_named_where_it_prevents_a_split():
+    model = small([*GRADIENT, *SGD], {"new.w": [4, 4]})
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 4), np.float32), "w"))
+    with pytest.raises(ModelError, match=r"input 'w', which .*, has a default value: remove its initializer"):
+        split_step(model)
+
+
 @pytest.mark.parametrize("output", [False, True])
 def test_an_input_without_readers_stays_with_its_default(output):
     model = small([*GRADIENT, *SGD], {"new.w": [4, 4]} | ({"unread": [2]} if output else {}), more={"unread": [2]})

@@ -81,8 +81,9 @@ def lay_out(
         raise ModelError(f"a session cannot open this model: {executed.emulated}")
     compiled = executed.compiled
     stored = {name for name, value in compiled.graph.values.items() if value.kind == INITIALIZER}
-    inputs = [value.name for value in compiled.graph.model.graph.input if value.name not in stored]
-    pairs = _pairs(donate, inputs, list(outputs))
+    declared = [value.name for value in compiled.graph.model.graph.input]
+    inputs = [name for name in declared if name not in stored]
+    pairs = _pairs(donate, inputs, declared, list(outputs))
     ops, opset = [compiled.graph.ops[i] for i in executed.order.order], opset_of(compiled.graph.model)
     free = lean_graph.without_control_edges(ops, compiled.graph.model, compiled.tensors)
     lean, constants = lean_graph.without_sizes(free, compiled.graph.model, compiled.tensors)
@@ -95,7 +96,8 @@ def lay_out(
     return SlabLayout(compiled, program, bound, weights, constants, fused=fused)
 
 
-def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, str]:
+def _pairs(donate: Donate, inputs: list[str], declared: list[str], outputs: list[str]) -> dict[str, str]:
+    """Return the input of each output to write in its place; of the inputs `declared`, others have defaults."""
     from onnx_remat.ir.naming import renewals
 
     if isinstance(donate, bool):
@@ -103,8 +105,10 @@ def _pairs(donate: Donate, inputs: list[str], outputs: list[str]) -> dict[str, s
     for output, name in donate.items():
         if output not in outputs:
             raise UsageError(f"donate: the model has no output {output!r}")
-        if name not in inputs:
+        if name not in declared:
             raise UsageError(f"donate: the model has no input {name!r}")
+        if name not in inputs:
+            raise UsageError(f"donate: input {name!r} has a default value: remove its initializer")
     return dict(donate)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from ortools.graph.python import max_flow
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ir.naming import NEW, gradients
+from onnx_remat.ir.naming import NEW, gradients, renewals
 from onnx_remat.ir.op_semantics import is_elementwise
 from onnx_remat.split.whole import StepParts, labelled
 
@@ -64,6 +64,13 @@ def _nothing_to_split(step: StepParts) -> str:
         return (
             f"the step already ends at gradients ({next(iter(found))!r}) and has no update to split off: export it "
             "with an optimizer, or use the framework's optimizer for the update"
+        )
+    inputs = {value.name for value in step.graph.model.graph.input}
+    defaults = [tensor.name for tensor in step.graph.model.graph.initializer if tensor.name in inputs]
+    for output, name in renewals(defaults, outputs).items():
+        return (
+            f"the step cannot be split: input {name!r}, which {output!r} renews, has a default value: remove its "
+            "initializer"
         )
     return f"the step cannot be split: no output {NEW}<name> renews an input <name> by a gradient of {step.loss!r}"
 

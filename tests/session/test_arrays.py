@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat import Session, UsageError
 from onnx_remat.session.training import Loop
@@ -147,6 +147,13 @@ def with_default():
     model = model_of(nodes, {"w": N}, {"new.w": N, "loss": []}, {"rate": np.float32([2])})
     model.graph.input.append(helper.make_tensor_value_info("rate", TensorProto.FLOAT, [1]))
     return model
+
+
+def test_a_default_that_is_to_be_overwritten_is_named():
+    model = with_default()
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(N, np.float32), "w"))
+    with pytest.raises(UsageError, match="donate: input 'w' has a default value: remove its initializer"):
+        Session(model, donate={"new.w": "w"})
 
 
 def test_a_default_value_may_be_replaced_in_a_later_step(tmp_path):
