@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,22 +77,11 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    target = files.resolved(path)
     try:
-        handle, partial = tempfile.mkstemp(prefix=f".{target.name[:200]}.", suffix=".tmp", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(len(text).to_bytes(8, "little") + text)
-                for array in arrays:
-                    stream.write(
-                        np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
-                    )
-                stream.flush()
-                os.fsync(stream.fileno())
-            Path(partial).chmod(files.mode_of_new_files())  # mkstemp's 0600 would make it unreadable to others
-            Path(partial).replace(target)
-        finally:
-            Path(partial).unlink(missing_ok=True)
+        with files.replacing(files.resolved(path)) as partial, partial.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays:
+                stream.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 

@@ -282,6 +282,16 @@ def test_a_state_is_not_saved_under_the_ending_of_another_format(tmp_path, endin
     assert state_file.names(tmp_path / "state.v1") == ("w",)
 
 
+def test_a_saved_state_keeps_the_permissions_of_the_one_before(tmp_path):
+    """And its name may be as long as names can be, in bytes."""
+    path = tmp_path / f"{'ü' * 120}.safetensors"
+    state_file.write(path, {"w": np.ones(3, np.float32)})
+    path.chmod(0o600)
+    state_file.write(path, {"w": np.zeros(3, np.float32)})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_first_state_asks_for_sizes_that_are_open(tmp_path):
     model = mlp(layers=2, batch=4, width=3)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
