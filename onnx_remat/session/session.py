@@ -6,6 +6,7 @@ values. `Session` binds each value to its offset once, when it opens the step; r
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import secrets
@@ -278,7 +279,8 @@ class Session:
         made = {name: view.copy() if copy else view for name, view in self._views.items()}
         if self._loose:
             loose = zip(self._loose, self._binding.get_outputs(), strict=False)  # they are the first, see `_bind_loose`
-            made |= {name: np.array(value.numpy()) for name, value in loose}
+            formals = {array.name: array for array in self.outputs}
+            made |= {name: _read(value, formals[name]) for name, value in loose}
         return made | {output: self._bound[name][1] for output, name in self.donated.items()}
 
     @property
@@ -477,6 +479,15 @@ def _loose(step: SessionPlan) -> list[str]:
     """Return the outputs that onnxruntime allocates: empty ones, inputs, weights."""
     bound = {place.name for place in step.places}.union(step.donated)
     return [array.name for array in step.outputs if array.name not in bound]
+
+
+def _read(value: Any, formal: Array) -> npt.NDArray[Any]:
+    """Return a copy of a value of onnxruntime's; bits, where numpy lacks its type."""
+    if formal.dtype not in BY_BITS:
+        return np.array(value.numpy())
+    made = np.empty(formal.shape, formal.dtype_name)
+    ctypes.memmove(made.ctypes.data, value.data_ptr(), made.nbytes)
+    return made
 
 
 def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False) -> Any:

@@ -106,6 +106,15 @@ def test_bits_are_given_as_bits():
                 session.run({"x": wrong})
 
 
+def test_bits_that_are_an_output_as_well_are_returned():
+    nodes = [node("Cast", ["x"], ["y"], to=TensorProto.FLOAT)]
+    half = TensorProto.BFLOAT16, [4]
+    one = np.full(4, 0x3F80, np.uint16)
+    with Session(model_of(nodes, {"x": half}, {"y": [4], "x": half})) as session:
+        made = session.run({"x": one})["x"]
+        assert made.dtype == np.uint16 and np.array_equal(made, one) and not np.shares_memory(made, one)
+
+
 def test_a_gradient_of_bits_is_not_applied():
     nodes = [
         node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT), node("ReduceMean", ["wide"], ["loss"], keepdims=0),
