@@ -20,10 +20,14 @@ DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool":
 
 @dataclass(frozen=True, slots=True)
 class Formal:
-    """Type (numpy's name, empty if unknown) and shape (None where unknown) of an input or output."""
+    """Type (numpy's name, empty if unknown) and shape (None where unknown) of an input or output.
+
+    With `bits`, arrays have the bits of a type that numpy lacks.
+    """
 
     dtype: str
     shape: tuple[int | None, ...] | None
+    bits: bool = False
 
     def empty(self) -> npt.NDArray[Any]:
         """Return a read-only array of the type and shape, without elements along sizes that are unknown."""
@@ -58,9 +62,7 @@ def checked(
             hint = did_you_mean(name, formals) or f": it has {', '.join(formals)}"
             raise UsageError(f"the model has no input {name!r}{hint}")
         formal, value = formals[name], arrays[name]
-        given: Any = device_array(name, value, on_device) or np.asarray(value)
-        if formal.dtype and given.dtype != formal.dtype:
-            raise UsageError(f"input {name!r} is of type {formal.dtype}, not {given.dtype}")
+        given = typed(name, formal, value, on_device)
         wanted = formal.shape
         fits = wanted is None or (
             len(wanted) == given.ndim and all(a in (None, b) for a, b in zip(wanted, given.shape, strict=True))
@@ -68,7 +70,28 @@ def checked(
         if not fits and wanted is not None:
             dims = ", ".join("?" if size is None else str(size) for size in wanted)
             raise UsageError(f"input {name!r} is of shape [{dims}], not {list(given.shape)}")
-        yield name, given
+        yield name, given.view(formal.dtype) if formal.bits and isinstance(given, np.ndarray) else given
+
+
+def typed(name: str, formal: Formal, value: Any, on_device: bool = False) -> Any:
+    """Return `value` as an array of numpy, or `on_device` of a device, of an input's type; UsageError for another type.
+
+    Numbers are converted, arrays are not. Bits may be of any type of numpy's, or of another library's, of their size.
+    """
+    there = device_array(name, value, on_device)
+    array: Any = np.asarray(value) if there is None else there
+    if not formal.dtype:
+        return array
+    dtype = np.dtype(formal.dtype)
+    numbers = there is None and not hasattr(value, "dtype") and not formal.bits
+    if numbers and (np.can_cast(array.dtype, dtype, "same_kind") or {array.dtype.kind, dtype.kind} <= {"i", "u"}):
+        given, array = array, array.astype(dtype)
+        if dtype.kind in "iu" and (lost := given[given != array]).size:  # numpy 1 wraps, and numpy 2 raises
+            raise UsageError(f"input {name!r} is of type {dtype}: {lost.flat[0]} does not fit it")
+    bits = formal.bits and array.dtype.itemsize == dtype.itemsize and array.dtype.kind in "uV"
+    if array.dtype != dtype and not (bits and array.dtype.isnative):
+        raise UsageError(f"input {name!r} is of type {dtype}, not {array.dtype}")
+    return array
 
 
 _NAMED = 6  # outputs in a message

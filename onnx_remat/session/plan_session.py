@@ -23,6 +23,7 @@ from onnx_remat.process import cache
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.session import fusing, plan_cache
 from onnx_remat.session.fusing import Fused
+from onnx_remat.session.interface import Formal
 from onnx_remat.session.slab_layout import (
     Donate,
     SlabLayout,
@@ -75,6 +76,11 @@ class Array:
     def nbytes(self) -> int:
         """Size in bytes."""
         return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def formal(self) -> Formal:
+        """What arrays for it are checked against."""
+        return Formal(self.dtype_name, self.shape, self.dtype in BY_BITS)
 
     @property
     def is_bfloat(self) -> bool:

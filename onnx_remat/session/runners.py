@@ -14,7 +14,7 @@ from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
-from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
+from onnx_remat.session.interface import Arrays, check_loss, check_state, checked, formal, overridable
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
@@ -62,8 +62,8 @@ class InPlaceRunner:
     ) -> None:
         self._session, self._loss, self._rate = session, loss, rate
         self.donated, self.not_donated = session.donated, session.not_donated
-        self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
-        outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
+        self.formals = {a.name: a.formal for a in session.inputs}
+        outputs = {a.name: a.formal for a in session.outputs}
         given = checked(self.formals, state)
         self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
         self._own = set(self._arrays if copy else ())
@@ -87,7 +87,7 @@ class InPlaceRunner:
 
     def feed(self, batch: Mapping[str, npt.NDArray[Any]]) -> None:
         check_state(self.formals, batch)
-        for name, array in batch.items():
+        for name, array in checked(self.formals, batch):
             if name in self._own or name in self._trained:
                 np.copyto(self._arrays[name], array)
             else:  # its default was used up to now, or an array of the caller's, who may need what is in it
@@ -122,8 +122,8 @@ class DeviceRunner:
         assert session.device is not None
         self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
         self.donated, self.not_donated = session.donated, session.not_donated
-        self.formals = {a.name: Formal(a.dtype_name, a.shape) for a in session.inputs}
-        outputs = {a.name: Formal(a.dtype_name, a.shape) for a in session.outputs}
+        self.formals = {a.name: a.formal for a in session.inputs}
+        outputs = {a.name: a.formal for a in session.outputs}
         check_state(self.formals, state, on_device=True)
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
@@ -259,7 +259,7 @@ class FeedbackRunner:
         from onnxruntime import OrtValue
 
         check_state(self.formals, batch)
-        for name, array in batch.items():
+        for name, array in checked(self.formals, batch):
             self._own.pop(name, None)
             self._bind(name, OrtValue.ortvalue_from_numpy(np.array(array, order="C"), self._device, 0))
 

@@ -29,8 +29,8 @@ from onnx_remat.messages import Message, Setting
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
-from onnx_remat.session.device_arrays import DeviceArray, device_array
-from onnx_remat.session.interface import check_mapping
+from onnx_remat.session.device_arrays import DeviceArray
+from onnx_remat.session.interface import check_mapping, typed
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
@@ -490,24 +490,13 @@ def _read(value: Any, formal: Array) -> npt.NDArray[Any]:
     return made
 
 
-def _checked(formal: Array, value: Any, writable: bool, on_device: bool = False) -> Any:
+def _checked(wanted: Array, value: Any, writable: bool, on_device: bool = False) -> Any:
     """Return `value` as an array of numpy, or `on_device` of a device, that can be bound to an input without a copy."""
-    dtype = np.dtype(formal.dtype_name)
-    array: Any = device_array(formal.name, value, on_device)
-    if array is None:
-        array = np.asarray(value)
-        numbers = not hasattr(value, "dtype") and formal.dtype not in BY_BITS
-        if numbers and (np.can_cast(array.dtype, dtype, "same_kind") or {array.dtype.kind, dtype.kind} <= {"i", "u"}):
-            given, array = array, array.astype(dtype)
-            if dtype.kind in "iu" and (lost := given[given != array]).size:  # numpy 1 wraps, and numpy 2 raises
-                raise UsageError(f"input {formal.name!r} is of type {dtype}: {lost.flat[0]} does not fit it")
-    bits = formal.dtype in BY_BITS and array.dtype.itemsize == dtype.itemsize and array.dtype.kind in "uV"
-    if array.dtype != dtype and not (bits and array.dtype.isnative):
-        raise UsageError(f"input {formal.name!r} is of type {dtype}, not {array.dtype}")
-    if array.shape != formal.shape:
-        raise UsageError(f"input {formal.name!r} is of shape {list(formal.shape)}, not {list(array.shape)}")
+    array = typed(wanted.name, wanted.formal, value, on_device)
+    if array.shape != wanted.shape:
+        raise UsageError(f"input {wanted.name!r} is of shape {list(wanted.shape)}, not {list(array.shape)}")
     if isinstance(array, DeviceArray):
         return array
     if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
-        raise UsageError(f"input {formal.name!r} is renewed in place: pass a contiguous, writeable array")
+        raise UsageError(f"input {wanted.name!r} is renewed in place: pass a contiguous, writeable array")
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)

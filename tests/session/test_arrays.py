@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import MappingProxyType
 
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -113,6 +114,23 @@ def test_bits_that_are_an_output_as_well_are_returned():
     with Session(model_of(nodes, {"x": half}, {"y": [4], "x": half})) as session:
         made = session.run({"x": one})["x"]
         assert made.dtype == np.uint16 and np.array_equal(made, one) and not np.shares_memory(made, one)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_loop_takes_what_a_session_takes(copy):
+    """Arrays of a type that numpy lacks, and numbers."""
+    nodes = [
+        node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT), node("Mul", ["wide", "x"], ["more"]),
+        node("ReduceMean", ["more"], ["loss"], keepdims=0), node("Cast", ["more"], ["new.w"], to=TensorProto.BFLOAT16),
+    ]  # fmt: skip
+    half = TensorProto.BFLOAT16, [4]
+    model = model_of(nodes, {"w": half, "x": []}, {"loss": [], "new.w": half})
+    start = np.ones(4, ml_dtypes.bfloat16)
+    loop = Loop(model, {"w": start.copy(), "x": np.array(2, np.float32)}, copy=copy)
+    assert [loop.step(), loop.step({"x": 3})] == [2, 6]
+    loop.restore({"w": start, "x": 0.5})
+    assert loop.step() == 0.5
+    np.testing.assert_array_equal(loop.view("w").view(ml_dtypes.bfloat16), start / 2)
 
 
 def test_a_gradient_of_bits_is_not_applied():
