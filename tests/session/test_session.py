@@ -532,6 +532,20 @@ def test_a_file_is_opened_with_the_sizes_it_was_planned_for():
         Session(planned)
 
 
+@pytest.mark.parametrize("level", few(["all", "disable"], ["all"]))
+def test_initializers_before_ir_version_4_are_no_inputs(level):
+    """Although they are listed as such: onnxruntime takes them as constants."""
+    model = model_of([make("Mul", ["x", "w"], ["y"])], {"x": [512], "w": [512]}, {"y": [512]})
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(512, 2, np.float32), "w"))
+    model.opset_import[0].version, model.ir_version = 9, 3
+    ones = np.ones(512, np.float32)
+    with Session(model, level=level) as session:
+        assert [array.name for array in session.inputs] == ["x"] and session.defaults == ()
+        np.testing.assert_array_equal(session.run({"x": ones})["y"], ones * 2)
+        with pytest.raises(UsageError, match="the model has no input 'w': it has x"):
+            session.run({"x": ones, "w": ones})
+
+
 def test_sizes_that_follow_from_a_batch_are_not_those_that_a_file_was_planned_for():
     """ONNX's own inference cannot compute `rows`, behind a Max; the plan was for 32,768 of them."""
     model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
