@@ -12,17 +12,28 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from onnx_remat.errors import ModelError
+
 ALIGNMENT = 64
 """Alignment of every bound address in bytes, equal to that of ONNX Runtime's own buffers."""
 
 
 def reserve(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Reserve private pages: they become resident when written to and are freed with the array."""
+    """Reserve private pages: they become resident when written to and are freed with the array.
+
+    Raises
+    ------
+    ModelError
+        The system has no room for them.
+    """
     if not nbytes:
         return np.empty(0, np.uint8)
-    if sys.platform == "win32":
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    try:
+        if sys.platform == "win32":
+            return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        return np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    except (OSError, OverflowError) as error:
+        raise ModelError(f"the system cannot map {nbytes} bytes for a step: use a smaller batch or budget") from error
 
 
 def give_back_large_blocks() -> None:

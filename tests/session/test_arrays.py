@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import Session, UsageError
+from onnx_remat import ModelError, Session, UsageError
+from onnx_remat.session import heap
 from onnx_remat.session.training import Loop
 from tests.support.graphs import model_of
 
@@ -253,6 +254,12 @@ def test_bits_in_the_other_order_of_bytes_are_refused():
         assert session.run({"x": np.array([0x3F80], np.uint16)})["y"] == 1
         with pytest.raises(UsageError, match="input 'x' is of type uint16, not >u2"):
             session.run({"x": np.array([0x3F80], ">u2")})
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_memory_that_the_system_does_not_have_is_named(nbytes):
+    with pytest.raises(ModelError, match=f"the system cannot map {nbytes} bytes for a step"):
+        heap.reserve(nbytes)
 
 
 def test_numbers_beyond_their_type_and_mappings_of_any_kind():
