@@ -362,7 +362,11 @@ class Session:
             self._binding.clear_binding_inputs()
             self._bound = {}
         renewed = {name: output for output, name in self.donated.items()}
-        new = {name: value for name, value in feeds.items() if self._bound.get(name, _UNBOUND)[1] is not value}
+        new = {  # an array's shape can be changed in place
+            name: value
+            for name, value in feeds.items()
+            if self._bound.get(name, _UNBOUND)[1] is not value or value.shape != self._formals[name].shape
+        }
         arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
         self._check_memory(arrays, renewed)
         for name, array in arrays.items():

@@ -43,6 +43,15 @@ def test_a_renewed_array_that_shares_memory_is_refused(among):
         session.run({name: numbers() for name in "mvx"})
 
 
+def test_an_array_that_changes_its_shape_is_checked_again():
+    with Session(two_states(), donate=True) as session:
+        feeds = {name: numbers() for name in "mvx"}
+        session.run(feeds)
+        feeds["x"].resize(32, 128, refcheck=False)
+        with pytest.raises(UsageError, match=r"input 'x' is of shape \[64, 64\], not \[32, 128\]"):
+            session.run(feeds)
+
+
 def test_arrays_that_are_only_read_may_share_memory():
     nodes = [node("Add", ["a", "b"], ["c"]), node("ReduceMean", ["c"], ["loss"], keepdims=0)]
     with Session(model_of(nodes, {"a": N, "b": N}, {"c": N, "loss": []}), donate=True) as session:
