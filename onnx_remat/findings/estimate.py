@@ -122,7 +122,7 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     compiled = memory.compiled
     return Estimate(
         describe(executed, executed.timeline), original.footprint, reserves(executed, executed.timeline), memory.run_by,
-        memory.original_bytes, original.impossible_below(memory.floor), min(lowest, memory.original_bytes),
+        memory.original_bytes, original.impossible_below(memory.least), min(lowest, memory.original_bytes),
         trace.peak_by_module(executed, compiled.graph.model), compiled.graph.n_nodes(),
         phases.note(compiled.problem.phase.tolist()),
     )  # fmt: skip

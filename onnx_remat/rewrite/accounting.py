@@ -113,6 +113,11 @@ class Accounting(ABC):
         above = bounds.lower_bound(self.optimized) - self.optimized.base_bytes
         return min(problem.base_bytes, self.optimized.base_bytes) + min(floor - problem.base_bytes, above)
 
+    @property
+    def least(self) -> int:
+        """Bytes that no plan peaks below that the options allow: plans may also move values, where `floor` has none."""
+        return self.floor
+
     @abstractmethod
     def planned(self, alone: bool = False) -> Problem:
         """Return the problem that selectors solve; `alone` as in `Goal`."""
@@ -277,9 +282,6 @@ class LoopMemory(Accounting):
 
     def with_moves(self, compiled: Compiled) -> LoopMemory:
         """Return the accounting of plans that may move values to the host; `compiled` has the moves."""
-        floor = bounds.working_set(self.own)
-        floor = floor if self.optimized is None else min(floor, bounds.working_set(self.optimized))
-        moving = floor if self.moving is None else self.moving
         return replace(
             self,
             compiled=compiled,
@@ -287,12 +289,18 @@ class LoopMemory(Accounting):
             optimized=None,
             outside=None,
             cost=None,
-            moving=moving,
+            moving=self.least,
         )
 
     @cached_property
     def floor(self) -> int:
         return super().floor if self.moving is None else self.moving
+
+    @cached_property
+    def least(self) -> int:
+        if self.moving is not None or not self.options.offload:
+            return self.floor
+        return min(bounds.working_set(each) for each in (self.own, self.optimized) if each is not None)
 
     def planned(self, alone: bool = False) -> Problem:
         """The slab stays allocated while a kernel has its workspace: the largest workspace counts throughout."""

@@ -327,7 +327,7 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
             Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), seconds_per_file,
             Setting("time_limit", enough), untried(goal.memory),
         ),
-        goal.memory.original_bytes, goal.memory.floor + goal.memory.bookkeeping,
+        goal.memory.original_bytes, goal.memory.least + goal.memory.bookkeeping,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     effort = None if options.effort is None else _TRIAL_EFFORT * options.effort
     brief = replace(options, effort=effort, verify="none" if options.verify == "none" else "check")
     trial, enough = replace(original, options=brief), _FILES_PER_TRIAL * original.seconds_per_file
-    low, best = original.impossible_below(original.memory.floor), Trial(most, 0.0)
+    low, best = original.impossible_below(original.memory.least), Trial(most, 0.0)
     for turn in range(TRIALS):
         if best.nbytes - low <= CLOSE_ENOUGH * most:
             break
@@ -96,5 +96,5 @@ def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetI
             Setting("time_limit", options.time_limit), TRIALS, math.ceil(enough), Setting("time_limit", advised),
             untried(memory),
         ),
-        memory.original_bytes, memory.floor + memory.bookkeeping,
+        memory.original_bytes, memory.least + memory.bookkeeping,
     )  # fmt: skip

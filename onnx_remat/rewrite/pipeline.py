@@ -310,8 +310,8 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         before=describe(before, before.timeline),
         after=describe(final, after),
         peaks_by_level=peaks,
-        lower_bound=plan.lower_bound,
-        impossible_below=original.impossible_below(plan.lower_bound),
+        lower_bound=memory.least,
+        impossible_below=original.impossible_below(memory.least),
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
         extra_compute_in_kernels=in_kernels,
@@ -356,7 +356,7 @@ def _unchanged(job: Job) -> Result:
     peaks = {level: each.timeline.peak for level, each in original.by_level.items()}
     report = Report(
         selector=options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
-        lower_bound=memory.floor, impossible_below=original.impossible_below(memory.floor), extra_compute=0.0,
+        lower_bound=memory.least, impossible_below=original.impossible_below(memory.least), extra_compute=0.0,
         extra_compute_bound=0.0, extra_compute_in_kernels=0.0,
         recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,

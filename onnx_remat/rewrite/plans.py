@@ -197,5 +197,5 @@ def no_lower(least: int) -> str:
 
 def untried(memory: Accounting) -> str:
     """Return the end of a refusal for lack of time: the figures that are known without a plan."""
-    as_it_is, least = memory.original_bytes, min(memory.budget_for(memory.floor), memory.original_bytes)
+    as_it_is, least = memory.original_bytes, min(memory.budget_for(memory.least), memory.original_bytes)
     return f"no plan was tried: the model as it is takes {format_bytes(as_it_is)}, and {no_lower(least)}"

@@ -52,7 +52,7 @@ def tried(
         return Trial(budget + more, (1000 - budget - more) / 1000)
 
     step = Step(
-        options, SimpleNamespace(original_bytes=1000, floor=100, bookkeeping=0, budget_for=int), seconds_per_file
+        options, SimpleNamespace(original_bytes=1000, least=100, bookkeeping=0, budget_for=int), seconds_per_file
     )
     return least_budget(step, slower, Deadline(options.time_limit), attempt).nbytes, attempts
 

@@ -12,6 +12,7 @@ from onnx import helper
 from onnx_remat import rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.check import check
+from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.explain import explain
 from onnx_remat.ir import graph
 from onnx_remat.measure import verify
@@ -109,6 +110,14 @@ def test_budgets_below_any_recompute_are_kept():
 def test_a_budget_that_is_kept_already_moves_nothing():
     result = rewrite_model(net(), "100%", offload=True, host_bandwidth=FAST, **DEVICE)
     assert result.report.moved is None and result.report.extra_compute == 0
+
+
+def test_no_budget_is_called_impossible_that_moves_can_keep():
+    """Whether the plan moves anything or not: here nothing has to."""
+    kept, plain = (rewrite_model(net(), "100%", offload=offload, **DEVICE).report for offload in (True, False))
+    assert kept.impossible_below < plain.impossible_below and kept.lower_bound < plain.lower_bound
+    found = estimate(net(), offload=True, provider="cuda", run_by="loop")
+    assert found.impossible_below == kept.impossible_below
 
 
 @pytest.mark.parametrize(
