@@ -299,7 +299,9 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         until, per_node = job.deadline.passed, memory.bookkeeping_per_node
         total = float(compiled.problem.cost.sum())
         at_least = 0.0 if options.offload else cost_lower_bound(problem, allowed, None, until, per_node, total)
-        in_kernels = 0.0 if options.offload or not total else _free(plan, compiled.problem.cost - problem.cost) / total
+        counts = memory.prices_kernels() and not options.offload
+        free = _free(plan, compiled.problem.cost - problem.cost) if counts else 0.0
+        in_kernels = free / (total or 1.0)
         if at_least > plan.extra_compute - in_kernels + _ROUNDING:  # the file has fewer values than the bound counts
             at_least = 0.0
     with job.clock.stage("arena"):

@@ -86,6 +86,14 @@ def test_a_bound_that_the_file_itself_disproves_is_none(monkeypatch):
     assert "points above any possible plan" in report.verdict()
 
 
+def test_a_plain_session_has_no_kernels_that_compute_again():
+    """What its bound takes as free is not free: without a better bound nothing is known of the least."""
+    options = {"run_by": "session", "level": "all", "effort": 0.05, "verify": "none"}
+    report = rewrite_model(sample.chain(8, 1024, 64), "60%", **options).report
+    assert report.extra_compute_in_kernels == 0 < report.extra_compute - report.extra_compute_bound
+    assert "points above any possible plan" in report.verdict()
+
+
 def test_what_kernels_compute_again_is_no_distance_from_the_best_plan():
     """The bound takes it as free, as a kernel may compute it without any plan."""
     report = rewrite_model(SAMPLES / "attention_stack.onnx", "60%", effort=1.0).report
