@@ -326,7 +326,11 @@ class LoopMemory(Accounting):
 
     def taken(self, executed: Mapping[str, Executed], seconds: float | None = None) -> tuple[int, Footprint]:
         footprint = predict(executed[simulated_levels()[-1]], seconds, self.options.fuse, self.options.costs)
-        return int(footprint.total * (1 + _UNPREDICTED)), footprint
+        return self.counted(footprint), footprint
+
+    def counted(self, footprint: Footprint) -> int:
+        """Return the bytes that a file counts for: its prediction with headroom."""
+        return int(footprint.total * (1 + _UNPREDICTED))
 
     def prices_kernels(self) -> bool:
         return self.cost is not None

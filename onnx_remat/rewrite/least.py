@@ -59,8 +59,8 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     """
     options, most = original.options, original.taken
     effort = None if options.effort is None else _TRIAL_EFFORT * options.effort
-    brief = replace(options, effort=effort, verify="none" if options.verify == "none" else "check")
-    trial, enough = replace(original, options=brief), _FILES_PER_TRIAL * original.seconds_per_file
+    trial = replace(original, options=replace(options, effort=effort))
+    enough = _FILES_PER_TRIAL * original.seconds_per_file
     low, best = original.impossible_below(original.memory.least), Trial(most, 0.0)
     for turn in range(TRIALS):
         if best.nbytes - low <= CLOSE_ENOUGH * most:

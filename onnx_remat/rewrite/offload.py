@@ -25,8 +25,17 @@ _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
 
-def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
+def fit_once_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitted]:
+    """Return a file that keeps the budget, and the bytes that it takes, as `fit.fit_once` counts them."""
+    made = fit_with_moves(goal, work, seconds_per_file)
+    assert isinstance(goal.memory, LoopMemory) and made.footprint, "offload is a loop's, see Options"
+    return goal.memory.counted(made.footprint), made
+
+
+def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitted | None = None) -> Fitted:
     """Run `fit.fit` with and without moves to the host; return the plan with the least extra compute.
+
+    A `rival` that keeps the budget is returned unless there is a better one.
 
     Raises
     ------
@@ -71,10 +80,11 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
         if best is not None and found.plan.extra_compute >= best.plan.extra_compute:
             break
         best, start = found, (larger, found.plan.schedule)
-    if best is None:
+    found_or_given = [each for each in (best, rival) if each is not None]
+    if not found_or_given:
         assert refusal is not None
         raise refusal
-    return best
+    return min(found_or_given, key=Fitted.preference)
 
 
 def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:

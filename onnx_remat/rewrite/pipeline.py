@@ -32,7 +32,7 @@ from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once
 from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
-from onnx_remat.rewrite.offload import fit_with_moves
+from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, make_plan
 from onnx_remat.rewrite.report import Report
@@ -190,11 +190,9 @@ def _work(job: Job) -> Work:
 def _tried(job: Job, warmup: FirstUse) -> Trial:
     """Return what one plan's file takes; with `Options.offload`, a file with moves that keeps the budget."""
     original = job.original
-    if original.options.offload:
-        report = _rewrite(job, warmup, advise=False).report
-        return Trial(report.covered()[1], _slower(report.loop_before, report.loop_after, report.extra_compute))
     job.wait_for(warmup, PLANNER)
-    nbytes, made = fit_once(job.goal, _work(job), original.seconds_per_file)
+    look = fit_once_with_moves if original.options.offload else fit_once
+    nbytes, made = look(job.goal, _work(job), original.seconds_per_file)
     after = made.footprint or footprint_of(list(made.executed.values())[-1], made.written.model, original.options)
     return Trial(nbytes, _slower(original.footprint, after, made.plan.extra_compute), made)
 
@@ -215,7 +213,7 @@ def _rewrite(job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = No
 
     def within(goal: Goal, rival: Fitted | None = None) -> Fitted:
         if options.offload:
-            return fit_with_moves(goal, work, original.seconds_per_file)
+            return fit_with_moves(goal, work, original.seconds_per_file, rival)
         return fit(goal, work, original.seconds_per_file, rival=rival)
 
     try:
