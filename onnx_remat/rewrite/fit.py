@@ -39,7 +39,7 @@ from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
-from onnx_remat.write.decided import Rewritten
+from onnx_remat.write.decided import BUDGET_KEY, Rewritten
 from onnx_remat.write.realize import realize
 from onnx_remat.write.rounding import Direct
 
@@ -160,6 +160,14 @@ def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitt
                 continue
         break
     return _written_and_simulated(plan, goal, target, work, direct)
+
+
+def for_budget(made: Fitted, allowed: int) -> Fitted:
+    """Return a file that keeps a budget, made for another one, as a file for that budget."""
+    for prop in made.written.model.metadata_props:  # in place: a copy of a large model would take as much memory again
+        if prop.key == BUDGET_KEY:
+            prop.value = str(allowed)
+    return replace(made, plan=replace(made.plan, budget=allowed))
 
 
 def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:

@@ -29,7 +29,7 @@ from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once
+from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget
 from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
@@ -177,7 +177,7 @@ def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: 
     if budget.slower is not None:
         began = time.monotonic()
         found = least_budget(original, budget.slower, deadline, lambda job: _tried(job, warmup))
-        budget, rival = Budget(bytes=found.nbytes), found.made
+        budget, rival = Budget(bytes=found.nbytes), found.made and for_budget(found.made, found.nbytes)
         original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
     return _rewrite(original.job(budget, deadline), warmup, advise, rival)
 

@@ -14,6 +14,8 @@ from onnx_remat.options import Options
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, Trial, least_budget
 from onnx_remat.units import Budget, parse_budget
+from onnx_remat.write.decided import BUDGET_KEY
+from sample_models.chain import chain
 from tests.support.graphs import mlp
 
 
@@ -97,6 +99,14 @@ def test_a_step_takes_at_most_so_much_more_time():
     assert little.extra_time() <= 0.04 and much.extra_time() <= 0.1
     assert much.budget < little.budget < little.loop_before.total
     assert much.loop_after.total <= much.budget and much.seconds["budget"] > 0
+
+
+def test_the_file_says_the_budget_that_the_report_says():
+    """Here the file of a trial is the answer, for whose budget it was not planned."""
+    pytest.importorskip("onnxruntime")
+    result = rewrite_model(chain(16, 1024, 64), "auto", effort=0.05, verify="none")
+    notes = {prop.key: prop.value for prop in result.model.metadata_props}
+    assert notes[BUDGET_KEY] == str(result.report.budget)
 
 
 def test_the_command_takes_it(tmp_path, capsys):
