@@ -42,6 +42,7 @@ from onnx_remat.messages import Finding, Setting, Word, first_line, json_text
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.rewrite.plans import TooLittleTime
 from onnx_remat.units import check_threads, format_bytes, parse_budget, table
@@ -324,7 +325,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
         return {**options, "dims": {**given, dim: size}}
 
     def peak(size: int) -> int:
-        return rewrite_model(model, "100%", **sized(size)).report.budget
+        return begin(model, sized(size)).taken
 
     def fits(size: int) -> bool:
         try:

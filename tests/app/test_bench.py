@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from onnx_remat.app import bench
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.session import device
 from onnx_remat.session.training import Loop, initial_state
 from tests.support.graphs import feeds_for, mlp, model_of
@@ -107,6 +107,18 @@ def test_max_batch_is_larger_rewritten(tmp_path, capsys):
     words = capsys.readouterr().out.split()
     plain, small = (int(words[i + 2].rstrip(",")) for i, word in enumerate(words) if word == "up")
     assert small > plain > 0
+
+
+def test_max_batch_counts_the_arena_where_the_budget_covers_it(tmp_path, monkeypatch):
+    """It takes more than the tensors alone: 100 % of these are too little for any size."""
+    path = tmp_path / "mlp.onnx"
+    onnx.save(mlp(layers=2, width=4, dims="batch"), path)
+
+    def none(*_, **__):
+        raise BudgetInfeasibleError("none", 0, 0)
+
+    monkeypatch.setattr(bench, "rewrite", none)
+    assert bench.max_batch(path, "40kB", "batch", arena=True, effort=0.05)[0] > 0
 
 
 @pytest.mark.parametrize(
