@@ -105,6 +105,15 @@ def parse_budget(text: str | int | Budget) -> Budget:
     return budget
 
 
+def as_budget(nbytes: int) -> int | str:
+    """Return a size as an argument that `parse_budget` takes for bytes: text where an int is taken for a percentage.
+
+    >>> as_budget(76), as_budget(5_000_000)
+    ('76B', 5000000)
+    """
+    return nbytes if nbytes > _PERCENTS else f"{nbytes}B"
+
+
 def _checked(budget: Budget) -> Budget:
     """Return a `Budget` if its fields are valid; UsageError otherwise."""
     given = [value for value in (budget.bytes, budget.fraction, budget.slower) if value is not None]

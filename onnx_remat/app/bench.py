@@ -316,8 +316,8 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     BudgetInfeasibleError
         Size 1 does not fit.
     """
-    allowed = parse_budget(budget).bytes
-    if allowed is None:
+    parsed = parse_budget(budget)
+    if (allowed := parsed.bytes) is None:
         raise UsageError("a largest batch needs a budget in bytes, such as 4GB: a percentage grows with the batch")
     given = options.pop("dims", {})
 
@@ -329,7 +329,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
 
     def fits(size: int) -> bool:
         try:
-            rewrite(model, allowed, sized(size), advise=False)
+            rewrite(model, parsed, sized(size), advise=False)
         except TooLittleTime:
             raise
         except BudgetInfeasibleError:
@@ -339,7 +339,7 @@ def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOpti
     plain = largest(lambda size: peak(size) <= allowed)
     small = largest(fits, known=plain)
     if not small:
-        rewrite(model, allowed, sized(1))  # raises, and says why
+        rewrite(model, parsed, sized(1))  # raises, and says why
     return plain, small
 
 

@@ -16,7 +16,7 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_for
 from onnx_remat.rewrite.plans import TooLittleTime
-from onnx_remat.units import format_bytes
+from onnx_remat.units import Budget, format_bytes
 
 _TRIES = 8  # budgets to plan for; each at least halves the gap
 _RESOLUTION = 1.01  # factor between budgets that count as equal
@@ -103,7 +103,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
         tries += 1
         watched = named(f"try {tries} of {_TRIES} at most, {format_bytes(report.budget)} found", progress)
         try:
-            report = rewrite_for(original, budget, advise=False, progress=watched).report
+            report = rewrite_for(original, Budget(bytes=budget), advise=False, progress=watched).report
         except TooLittleTime:
             raise
         except BudgetInfeasibleError as error:

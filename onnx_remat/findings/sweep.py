@@ -22,7 +22,7 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.rewrite.pipeline import Result, rewrite_for
 from onnx_remat.rewrite.plans import TooLittleTime
-from onnx_remat.units import format_bytes, table
+from onnx_remat.units import Budget, format_bytes, table
 
 MOST_POINTS = 10_000
 """Maximum number of budgets in a sweep: each takes the time of a plan."""
@@ -148,7 +148,7 @@ _Tried = tuple[Point | None, int]
 
 def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried:
     try:
-        result = rewrite_for(original, budget, advise=False, progress=progress)
+        result = rewrite_for(original, Budget(bytes=budget), advise=False, progress=progress)
     except TooLittleTime:
         raise
     except BudgetInfeasibleError:
@@ -202,7 +202,8 @@ def named(what: str, progress: Progress) -> Progress:
 def _lowest(original: Original, least: int, progress: Progress) -> int:
     """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
     try:
-        return rewrite_for(original, least, advise=False, progress=progress).report.covered()[1]
+        found = rewrite_for(original, Budget(bytes=least), advise=False, progress=progress)
+        return found.report.covered()[1]
     except TooLittleTime:
         raise
     except BudgetInfeasibleError as error:

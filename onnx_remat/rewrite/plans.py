@@ -17,7 +17,7 @@ from onnx_remat.ort.prepare import Compiled, computed
 from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal
-from onnx_remat.units import format_bytes
+from onnx_remat.units import as_budget, format_bytes
 from onnx_remat.write.realize import settle
 
 SEARCHES = ("search", "auto", "exact")
@@ -147,7 +147,7 @@ class Refusal(BudgetInfeasibleError):
         if budget:
             looked = "), for which a first look finds one"
             above = f", {REFUSAL_HEADROOM - 1:.0%} above that)" if budget == self.candidate else looked
-            advice = Message("try {} ({}{}", Setting("budget", budget), format_bytes(budget), above)
+            advice = Message("try {} ({}{}", Setting("budget", as_budget(budget)), format_bytes(budget), above)
             advice = Message("{}, or {} to go lower", advice, self.lower) if self.lower else advice
         elif self.lower:
             advice = Message("try {}", self.lower)
@@ -156,7 +156,7 @@ class Refusal(BudgetInfeasibleError):
             if taken and self.lower_bound_bytes < taken:
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
-                asked = Setting("budget", taken)
+                asked = Setting("budget", as_budget(taken))
                 advice = Message("{}: try {} ({}), which it takes", advice, asked, format_bytes(taken))
         less = 0 < self.looked < self.best_peak_bytes
         why = self.why if less else Message("{}{}", self.why, self.finds)

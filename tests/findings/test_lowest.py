@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import onnx_remat
 from onnx_remat.app import cli
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.findings import lowest
+from onnx_remat.findings.sweep import sweep
 from onnx_remat.rewrite.accounting import smallest_budget
 from sample_models.chain import chain
 
@@ -20,7 +22,7 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
     asked: list[int] = []
 
     def rewrite(_, budget, **__):
-        budget = top if budget == "100%" else budget
+        budget = top if budget == "100%" else budget.bytes
         asked.append(budget)
         if budget < least:
             raise BudgetInfeasibleError("too little", int(least * hint), bound)
@@ -70,6 +72,12 @@ def test_the_lowest_budget_of_a_chain_is_kept_again(tmp_path, capsys):
     assert found["impossible"] <= found["budget"] < 0.9 * found["original_peak"]
     again = onnx_remat.rewrite_model(model, found["budget"], run_by="session", effort=0.1).report
     assert again.covered()[1] == found["peak"] <= found["budget"]
+
+
+@pytest.mark.parametrize("find", [lowest.lowest_budget, functools.partial(sweep, points=2)])
+def test_budgets_of_a_few_bytes_are_no_percentages(find):
+    """Small ints are refused as budgets of a user, who means percentages."""
+    assert find(chain(4, 1, 2), run_by="session", effort=0.02, verify="none").lower_bound < 100
 
 
 def test_one_budget_is_no_curve(tmp_path, capsys):

@@ -6,10 +6,11 @@ import itertools
 import re
 
 import pytest
+from onnx import helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError
-from tests.support.graphs import mlp
+from tests.support.graphs import mlp, model_of
 from tests.support.steps import Steps
 
 pytest.importorskip("onnxruntime")
@@ -37,3 +38,10 @@ def test_a_budget_that_a_refusal_names_is_kept(rounds: int) -> None:
             result = rewrite_model(model, int(found[1]), **options)
             assert result.report.covered()[1] <= int(found[1]), (seed, selector, run_by)
     assert named >= len(CASES) * rounds // 2
+
+
+def test_a_budget_of_a_few_bytes_is_named_with_its_unit() -> None:
+    """A number up to 100 is refused: it may be meant as a percentage."""
+    model = model_of([helper.make_node("Relu", ["x"], ["y"])], {"x": [2]}, {"y": [2]})
+    with pytest.raises(BudgetInfeasibleError, match="try budget='16B'"):
+        rewrite_model(model, "15B", run_by="session", effort=0.02)
