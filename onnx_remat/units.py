@@ -28,7 +28,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 class Budget:
     """A memory limit: bytes, or a fraction of the memory that the original takes.
 
-    `slower` instead of either: the least memory for which a step takes at most such a fraction more time.
+    `slower` instead of either: the least memory for which a step takes at most such a fraction more time, or compute.
     """
 
     bytes: int | None = None

@@ -88,7 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", required=True, metavar="SIZE",
         help="upper limit on the memory of training, see --for: 4GB (10^9), 3.5GiB (2^30), 123456789B, or 80%% of "
-        "the memory of the original; auto: the least for which a step takes at most 10%% more time, +5%%: at most 5%%",
+        "the memory of the original; auto: the least for which a step takes at most 10%% more time "
+        "(with --for session: compute), +5%%: at most 5%%",
     )  # fmt: skip
     checking = add_flags(parser, CHECKING)
     checking.add_argument("--dry-run", action="store_true", help="report, but write nothing")

@@ -41,7 +41,7 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     ----------
     original : Original
     slower : float
-        Most additional time of a step as a loop runs it, as a fraction; most extra compute, where a loop cannot.
+        Most additional time of a step as a loop runs it, as a fraction; most extra compute, for a plain session.
     deadline : Deadline
         Trials end early enough to leave time for the plan itself.
     attempt : callable

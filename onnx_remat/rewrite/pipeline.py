@@ -36,7 +36,6 @@ from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, make_plan
 from onnx_remat.rewrite.report import Report
-from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
@@ -125,7 +124,8 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
         A training graph: forward, loss, backward, often the optimizer update.
     budget : str, int or Budget
         ``"4GB"``, ``"3.5GiB"``, ``"80%"`` of the original's memory, or bytes, see `Options.run_by`. ``"auto"``: the
-        least for which a step takes at most 10 % more time, as predicted; ``"+5%"``: at most 5 %.
+        least for which a step takes at most 10 % more time, as predicted, or compute for ``run_by="session"``;
+        ``"+5%"``: at most 5 %.
     **options
         Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
         `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
@@ -193,14 +193,9 @@ def _tried(job: Job, warmup: FirstUse) -> Trial:
     job.wait_for(warmup, PLANNER)
     look = fit_once_with_moves if original.options.offload else fit_once
     nbytes, made = look(job.goal, _work(job), original.seconds_per_file)
-    after = made.footprint or footprint_of(list(made.executed.values())[-1], made.written.model, original.options)
-    return Trial(nbytes, _slower(original.footprint, after, made.plan.extra_compute), made)
-
-
-def _slower(before: Footprint | None, after: Footprint | None, extra_compute: float) -> float:
-    """Return the predicted additional time of a step, or its extra compute where a loop cannot run it."""
-    found = after.slower_than(before) if before and after else None
-    return extra_compute if found is None else found
+    before, after = original.footprint, made.footprint  # a plain session runs none of the kernels that these count
+    slower = after.slower_than(before) if before and after else None
+    return Trial(nbytes, made.plan.extra_compute if slower is None else slower, made)
 
 
 def _rewrite(job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = None) -> Result:

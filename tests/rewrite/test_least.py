@@ -101,6 +101,13 @@ def test_a_step_takes_at_most_so_much_more_time():
     assert much.loop_after.total <= much.budget and much.seconds["budget"] > 0
 
 
+def test_a_plain_session_takes_at_most_so_much_more_compute():
+    """None of the kernels that make a recompute cheap in a loop are there: +3 % ended at +14.6 % compute."""
+    pytest.importorskip("onnxruntime")
+    report = rewrite_model(chain(16, 1024, 64), "+3%", run_by="session", effort=0.05, verify="none").report
+    assert 0 < report.extra_compute <= 0.03
+
+
 def test_the_file_says_the_budget_that_the_report_says():
     """Here the file of a trial is the answer, for whose budget it was not planned."""
     pytest.importorskip("onnxruntime")
