@@ -11,6 +11,7 @@ import pytest
 
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, check_schedule
+from onnx_remat.plan.request import Deadline
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.selectors import Request, get
 from onnx_remat.plan.selectors.division import divide
@@ -109,6 +110,12 @@ def test_a_graph_of_densenet121s_size_takes_seconds() -> None:
     check_schedule(problem, plan)
     assert simulate(problem, plan).peak < 0.4 * peak
     assert plan.overhead(problem) <= 0.5
+
+
+def test_a_deadline_ends_the_sweep_of_max_terms() -> None:
+    problem, deadline = chain(16), Deadline(0.0)
+    plan = get("optimal_dag")(Request(problem, 0, baseline(problem), deadline=deadline))
+    assert deadline.cut_short and plan == baseline(problem)
 
 
 def test_chains_grow_like_the_square_root() -> None:

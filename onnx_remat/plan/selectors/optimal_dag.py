@@ -22,7 +22,7 @@ import networkx as nx
 import numpy as np
 
 from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
-from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.request import Deadline, Request, register
 from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.selectors.division import Closed, divide
@@ -150,14 +150,16 @@ def _plan(view: LivenessModel, base_order: Ints, split: int, tree: Closed, kept:
     return materialize(problem, base_order, dropped, split)
 
 
-def optimal_plans(problem: Problem, base_order: Ints) -> list[Schedule]:
-    """Return one plan for each distinct set of checkpoints over all max-terms."""
+def optimal_plans(problem: Problem, base_order: Ints, deadline: Deadline) -> list[Schedule]:
+    """Return one plan for each distinct set of checkpoints over all max-terms that there is time for."""
     split = split_step(problem, base_order)
     view = liveness_model(problem)
     tree, weight = forward_tree(view, base_order, split)
     spans = {id(closed): spans_of(closed, weight) for closed in every_set(tree)}
     plans: dict[tuple[int, ...], Schedule] = {}
     for term in max_terms(tree, weight):
+        if deadline.passed():
+            break
         kept = tuple(sorted(lightest(tree, weight, term, spans)[1]))
         if kept and kept not in plans:
             plans[kept] = _plan(view, base_order, split, tree, set(kept))
@@ -167,5 +169,5 @@ def optimal_plans(problem: Problem, base_order: Ints) -> list[Schedule]:
 @register("optimal_dag")
 def optimal_dag(request: Request) -> Schedule:
     """Feng & Huang 2021: checkpoints of any graph by its division tree, least memory for each max-term."""
-    plans = optimal_plans(request.problem, request.baseline.array())
+    plans = optimal_plans(request.problem, request.baseline.array(), request.deadline)
     return cheapest_within(request, [request.baseline, *plans])
