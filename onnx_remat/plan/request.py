@@ -45,8 +45,10 @@ class Deadline:
         self.cut_short = False
 
     def later(self, seconds: float) -> None:
-        """Postpone the deadline."""
+        """Postpone the deadline, and the enclosing ones."""
         self._at += seconds
+        if self._whole is not None:
+            self._whole.later(seconds)
 
     def left(self) -> float:
         """Return the seconds left."""

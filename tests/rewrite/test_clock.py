@@ -44,6 +44,13 @@ def clock(monkeypatch):
     return clock
 
 
+def test_what_postpones_a_part_postpones_the_whole(clock):
+    """Compilation in a trial took the time of the plan that follows."""
+    whole = Deadline(10.0)
+    whole.sooner(1.0, 0.5).later(30.0)
+    assert whole.left() == 40.0
+
+
 def test_a_deadline_notes_whether_it_cut_anything(clock):
     deadline = Deadline(5.0)
     clock.seconds += 4.0
