@@ -182,8 +182,8 @@ def names() -> list[str]:
 
 
 def summary(name: str) -> str:
-    """Return the first line of a selector's docstring."""
-    return (get(name).__doc__ or "").strip().splitlines()[0].rstrip(".")
+    """Return the first line of a selector's docstring; nothing where Python leaves these out (``-OO``)."""
+    return (get(name).__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 def get(name: str) -> Selector:

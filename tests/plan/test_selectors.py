@@ -318,6 +318,13 @@ def test_search_stays_valid_on_dense_graphs(seed: int, fixed_order: bool) -> Non
     planned("search", problem, int(simulate(problem, baseline(problem)).peak * 0.5), fixed_order=fixed_order)
 
 
+def test_help_needs_no_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -OO`` leaves them out."""
+    assert contract.summary("keep_all")
+    monkeypatch.setattr(get("keep_all"), "__doc__", None)
+    assert contract.summary("keep_all") == ""
+
+
 def test_unknown_selector_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'search'"):
         get("serach")
