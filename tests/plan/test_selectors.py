@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -343,3 +344,14 @@ def test_no_cut_is_searched_for_once_time_is_up() -> None:
     problem = chain(40)
     assert cut_seeds(problem, np.arange(problem.n_ops, dtype=np.int32), 0, Deadline())
     assert not cut_seeds(problem, np.arange(problem.n_ops, dtype=np.int32), 0, Deadline(0.0))
+
+
+def test_cuts_of_ops_that_cost_nothing_know_their_prices() -> None:
+    """A view has no size to keep: infinite, times a price of 0, it was no number."""
+    problem = build(
+        [([], [0]), ([0], [1]), ([1], [2]), ([2], [3]), ([1, 3], [4])], [8] * 5, [4],
+        alias={2: 0}, cost=[0.0] * 5, phase=[FORWARD] * 3 + [BACKWARD] * 2,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cut_seeds(problem, np.arange(problem.n_ops, dtype=np.int32), 0, Deadline())

@@ -67,7 +67,7 @@ def cut_seeds(problem: Problem, base_order: Ints, budget: int, deadline: Deadlin
     of the prices that there is time for."""
     split = split_step(problem, base_order)
     network = saving(problem, base_order, split)
-    unit = float(problem.cost.sum()) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
+    unit = (float(problem.cost.sum()) or 1.0) / (float(problem.lifetimes.nbytes.sum()) or 1.0)
 
     def dropped(price: float) -> Flags:
         flags = np.zeros(problem.n_ops, np.bool_)
