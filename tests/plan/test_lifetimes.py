@@ -242,6 +242,15 @@ def update(reads_again: bool = False) -> Problem:
     return build(ops, nbytes=[8, 2, 8, 8, 1], outputs=[3, 4], resident=[0], alias={2: 0})
 
 
+def test_views_that_read_one_value_twice_are_looked_at_once() -> None:
+    """A chain of Reshapes to what they reshape: each was looked at twice as often as the one after."""
+    n = 60
+    reads = [([], [0]), *(([i, i], [i + 1]) for i in range(n)), ([n], [n + 1])]
+    problem = build(reads, [8] * (n + 2), [n + 1], alias=dict.fromkeys(range(1, n + 1), 0))
+    view = liveness_model(problem)
+    assert view.ops.tolist() == [0, n + 1] and view.expand([0, n + 1]) == tuple(range(n + 2))
+
+
 def test_a_renewed_weight_costs_nothing_and_waits_for_views_of_the_old_one() -> None:
     problem = donatable(update(), [(3, 0)]).apply(update())
     assert simulate(update(), [0, 2, 3, 1]).step_bytes.tolist() == [10, 10, 11, 19]

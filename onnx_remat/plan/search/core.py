@@ -164,9 +164,13 @@ def _other_view_inputs(problem: Problem, op: int) -> list[int]:
     """Return the other inputs of the views that `op` reads, besides the viewed values: a computed shape, say."""
     root, made_by = problem.lifetimes.root, problem.lifetimes.maker
     found: list[int] = []
+    seen: set[int] = set()
     todo = [v for v in problem.inputs(op) if root[v] != v]
     while todo:
-        maker = int(made_by[todo.pop()])
+        if (view := todo.pop()) in seen:
+            continue
+        seen.add(view)
+        maker = int(made_by[view])
         inputs = problem.inputs(maker)
         found += [v for v in problem.outputs(maker) if root[v] == v]  # made by the same op as a view: stands for the op
         found += [int(root[v]) for v in inputs]
@@ -219,9 +223,12 @@ def _with_views(
     def fresh(op: int) -> None:
         """Take the views that `op` reads again if they are older than the viewed value."""
         waiting = [(op, iter(taken.views[op]))]  # a stack, as views of views may be many
+        seen: set[int] = set()
         while waiting:
             if (source := next(waiting[-1][1], None)) is not None:
-                waiting.append((source, iter(taken.views[source])))
+                if source not in seen:
+                    seen.add(source)
+                    waiting.append((source, iter(taken.views[source])))
                 continue
             view, _ = waiting.pop()
             behind = max((stamp[maker] for maker in taken.behind[view]), default=-1)
