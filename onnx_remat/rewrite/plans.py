@@ -117,7 +117,7 @@ class Refusal(BudgetInfeasibleError):
         The first part of the message.
     candidate : int
         A budget in bytes, a little above the lowest that was found; 0 where none is below the original's memory.
-    lower : Setting or None
+    lower : Setting, Message or None
         The setting that may reach a lower budget.
     below : str
         The bytes below which there is no plan, as text; may be empty.
@@ -131,8 +131,8 @@ class Refusal(BudgetInfeasibleError):
     """
 
     def __init__(
-        self, why: str, candidate: int, lower: Setting | None, below: str, best_peak_bytes: int, lower_bound_bytes: int,
-        look: Plan, looked: int = 0, finds: str = "",
+        self, why: str, candidate: int, lower: Setting | Message | None, below: str, best_peak_bytes: int,
+        lower_bound_bytes: int, look: Plan, looked: int = 0, finds: str = "",
     ) -> None:  # fmt: skip
         self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
         self.look, self.looked, self.finds = look, looked, finds
@@ -185,9 +185,12 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[st
     return Message("no plan found for budget {}{}", format_bytes(allowed), within), finds
 
 
-def _lower(options: Options) -> Setting:
+def _lower(options: Options) -> Setting | Message:
     """Return the setting that may reach a lower budget."""
-    return options.bounded_by(_ADVISED_EFFORT_FACTOR) if options.selector in SEARCHES else Setting("selector", "auto")
+    if options.selector in SEARCHES:
+        return options.bounded_by(_ADVISED_EFFORT_FACTOR)
+    auto = Setting("selector", "auto")
+    return Message("{} without {}", auto, Setting("checkpoints")) if options.checkpoints else auto
 
 
 def no_lower(least: int) -> str:

@@ -55,6 +55,12 @@ ARGUMENTS = [
     Bad("budget absurd", budget("99999999999TB"), USAGE, "larger"),
     Bad("budget unreachable", budget("5%"), INFEASIBLE, "there is no plan"),
     Bad("budget not found", [*budget("70%"), "--selector", "collection"], INFEASIBLE, "--selector auto"),
+    Bad(
+        "budget not found, checkpoints",
+        [*budget("70%"), "--selector", "collection", "--checkpoint", "a1"],
+        INFEASIBLE,
+        "--selector auto without --checkpoint",
+    ),
     Bad("budget of a byte", budget("1B"), INFEASIBLE, "there is no plan"),
     Bad("selector unknown", ask("--selector", "serch"), USAGE, "did you mean 'search'"),
     Bad("dim unknown", ask("--dim", "b=3"), USAGE, "no symbolic dimension 'b'"),
