@@ -34,7 +34,7 @@ from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
-from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, make_plan
+from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
@@ -93,7 +93,8 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     Returns
     -------
     Plan
-        Its schedule's simulated peak is at most the part of the budget that a plan may use.
+        Its schedule's simulated peak is at most the part of the budget that a plan may use; that of the model as it is,
+        where this keeps the budget.
 
     Raises
     ------
@@ -108,6 +109,8 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         if original.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
         job = original.job(parsed, original.deadline)
+        if original.keeps(job.goal.allowed):
+            return as_it_is(job.goal)
         job.wait_for(warmup, PLANNER)
     try:
         return make_plan(job.goal, job.goal.target(), original.options, job.deadline)

@@ -83,16 +83,25 @@ def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
     return _selected(goal, 0, options, deadline, work=1, use_time=False)
 
 
+def as_it_is(goal: Goal) -> Plan:
+    """Return the plan of the model as it is: no recompute, in the order in which ONNX Runtime executes it."""
+    compiled, order = goal.memory.compiled, _default_order(goal.memory.compiled)
+    return Plan(compiled, order, buffers.simulate(goal.planned(), order), goal.allowed, 0.0, goal.memory.floor)
+
+
+def _default_order(compiled: Compiled) -> Schedule:
+    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
+    return Schedule(tuple(after_readers(compiled.problem, order).tolist()))
+
+
 def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **more: Any) -> Plan:
     """Return the selector's plan, even above the target; `more` are fields of `request.Request`."""
     compiled, problem = goal.memory.compiled, goal.planned()
-    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
-    baseline = Schedule(tuple(after_readers(compiled.problem, order).tolist()))
     numbers = {name: i for i, name in enumerate(compiled.graph.values)}
     request = selectors.Request(
         problem,
         target,
-        baseline,
+        _default_order(compiled),
         effort=options.work_seconds(),
         deadline=deadline,
         progress=options.progress,

@@ -8,6 +8,7 @@ import re
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
@@ -20,7 +21,7 @@ from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY, LEVEL_KEY
-from tests.support.graphs import SAMPLES, feeds_for, mlp, run_model, same_bits
+from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of, run_model, same_bits
 from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
@@ -30,6 +31,14 @@ LIMIT = {"effort": 0.3, "run_by": "session"}
 @pytest.fixture(scope="module")
 def rewritten(mlp_model):
     return onnx_remat.rewrite_model(mlp_model, "60%", **LIMIT)
+
+
+@pytest.mark.parametrize("run_by", ["loop", "session"])
+def test_a_budget_that_the_model_keeps_as_it_is_is_planned_without_a_margin(run_by):
+    """One Relu has one plan, and all its memory is needed."""
+    model = model_of([helper.make_node("Relu", ["x"], ["y"])], {"x": [256, 256]}, {"y": [256, 256]})
+    plan = onnx_remat.plan_model(model, "100%", run_by=run_by)
+    assert plan.schedule.order == (0,) and plan.extra_compute == 0
 
 
 @pytest.mark.parametrize("levels", [("all",), runtime.LEVELS], ids=["all", "every"])
