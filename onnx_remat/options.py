@@ -301,7 +301,7 @@ class Options:
         kernels = self.kernels()
         return Preparation(
             kernels, self.dims, self.allow_recompute, self.keep, self.loss, self.costs or kernels.costs,
-            must_load=self.verify != "none", fixed=self.run_by == "loop",
+            must_load=self.verify != "none", fixed=self.run_by == "loop", checkpoints=self.checkpoints,
         )  # fmt: skip
 
     def link(self) -> Link:

@@ -44,6 +44,8 @@ class Preparation:
         ONNX Runtime, where it is installed, must be able to load the model, custom ops included.
     fixed : bool
         ONNX Runtime is given those sizes at load time, as in a `Session`: no step computes anything from them.
+    checkpoints : sequence of str
+        Values that a selector is to keep.
     """
 
     kernels: Kernels
@@ -54,6 +56,7 @@ class Preparation:
     costs: str = "cpu"
     must_load: bool = True
     fixed: bool = False
+    checkpoints: Sequence[str] = ()
 
     @property
     def load_dims(self) -> Mapping[str, int]:
@@ -102,6 +105,8 @@ def prepare(model: onnx.ModelProto, stated: Preparation) -> Compiled:
     ir = dropout.split(ir, tensors)
     kernels = stated.kernels
     table = _keeping(ir, tabulate(ir, tensors, kernels, stated.allow_recompute), stated.keep)
+    for name in stated.checkpoints:
+        computed(name, ir.makers, "checkpoints")
     seconds = costs.price(ir, tensors, kernels, stated.costs)
     problem = compile_problem(ir, tensors, table, kernels, seconds, phases.split(ir, tensors, stated.loss))
     return Compiled(ir, tensors, kernels, table, problem)

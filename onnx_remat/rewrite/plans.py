@@ -13,7 +13,7 @@ from onnx_remat.messages import Message, Setting, joined
 from onnx_remat.options import Options
 from onnx_remat.ort import moves
 from onnx_remat.ort.kernels import costs
-from onnx_remat.ort.prepare import Compiled, computed
+from onnx_remat.ort.prepare import Compiled
 from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal
@@ -105,7 +105,7 @@ def _selected(goal: Goal, target: int, options: Options, deadline: Deadline, **m
         effort=options.work_seconds(),
         deadline=deadline,
         progress=options.progress,
-        checkpoints=tuple(numbers[computed(name, numbers, "checkpoints")] for name in options.checkpoints),
+        checkpoints=tuple(numbers[name] for name in options.checkpoints),
         anchors=tuple(op.index for op in compiled.graph.ops if op.node.op_type in costs.MATRIX_OPS),
         **{"use_time": options.effort is None, **more},
     )

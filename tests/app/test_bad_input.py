@@ -75,6 +75,8 @@ ARGUMENTS = [
     Bad("keep misspelt", ask("--keep", "aa11"), USAGE, "did you mean"),
     Bad("keep unknown", ask("--keep", "zz1"), USAGE, "--keep"),
     Bad("checkpoint unknown", ask("--selector", "collection", "--checkpoint", "zz1"), USAGE, "no node makes a value"),
+    Bad("checkpoint misspelt", [*budget("100%"), "--selector", "collection", "--checkpoint", "aa11"], USAGE, "did you"),
+    Bad("checkpoint of an input", ask("--selector", "collection", "--checkpoint", "x"), USAGE, "no node makes a value"),
     Bad("checkpoint for no one", ask("--checkpoint", "a1"), USAGE, "--selector collection"),
     Bad("allow-recompute without domain", ask("--allow-recompute", "Foo"), USAGE, "DOMAIN::OP"),
     Bad("allow-recompute not there", ask("--allow-recompute", "my::Foo"), USAGE, "my::Foo"),
