@@ -320,3 +320,25 @@ def test_rows_that_a_second_mask_covers_stay_zero():
     padding = torch.tensor([-torch.inf, 0, 0, 0])
     found = outputs(step, {"x": model.x.detach().numpy(), "input.0": padding.numpy()})
     np.testing.assert_allclose(found["loss"], model(padding).item(), rtol=1e-5)
+
+
+ROWS, BAGS = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 2, 3])
+
+ENDS = {
+    "bags_that_end_before_the_last_row": (
+        lambda x: x * F.embedding_bag(torch.arange(4), ROWS, BAGS, mode="sum", include_last_offset=True),
+        torch.ones(1),  # torch's gradient of the table reads memory that it has not written
+    ),
+}  # fmt: skip
+
+
+def test_values_and_gradients_at_the_ends_of_what_a_function_reads_are_torchs():
+    step = export_training_step(Each(ENDS), torch.ones(()), outputs=list(ENDS), check=False)
+    given = {f"values.{name}": x.numpy() for name, (_, x) in ENDS.items()} | {"input.0": np.array(1, np.float32)}
+    found = outputs(step, given)
+    for name, (function, x) in ENDS.items():
+        own = x.clone().requires_grad_()
+        made = function(own)
+        made.sum().backward()
+        np.testing.assert_allclose(found[f"output.{name}"], made.detach(), rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(found[f"grad.values.{name}"], own.grad, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -50,11 +50,11 @@ def embedding_bag(
         if mode == "max":
             return rows.max(1).values
         return rows.sum(1) if mode == "sum" else rows.mean(1)
-    if include_last_offset:
-        offsets = offsets[:-1]
-    # rows x bags: does the row lie in the bag?
+    # rows x bags: does the row lie in the bag, or in a later one?
     bag = (torch.arange(input.numel()).unsqueeze(0) >= offsets.unsqueeze(1)).to(weight.dtype)
-    inside = bag - torch.cat([bag[1:], bag.new_zeros([1, bag.shape[1]])])
+    if not include_last_offset:
+        bag = torch.cat([bag, bag.new_zeros([1, bag.shape[1]])])
+    inside = bag[:-1] - bag[1:]
     made = inside @ rows
     return made if mode == "sum" else made / inside.sum(1, keepdim=True).clamp(min=1)
 
