@@ -323,11 +323,18 @@ def test_rows_that_a_second_mask_covers_stay_zero():
 
 
 ROWS, BAGS = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 2, 3])
+SPEECH = torch.randn(3, 3, 4, generator=SEEDED)
+WORDS = torch.tensor([[1, 2, -100], [3, 1, 2], [1, -100, -100]])
+
 
 ENDS = {
     "bags_that_end_before_the_last_row": (
         lambda x: x * F.embedding_bag(torch.arange(4), ROWS, BAGS, mode="sum", include_last_offset=True),
         torch.ones(1),  # torch's gradient of the table reads memory that it has not written
+    ),
+    "padded_targets_and_speech_without_frames": (
+        lambda x: F.ctc_loss(x.log_softmax(-1), WORDS, (3, 0, 0), (2, 0, 1), reduction="none", zero_infinity=True),
+        SPEECH,
     ),
 }  # fmt: skip
 

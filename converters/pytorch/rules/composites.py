@@ -240,14 +240,16 @@ def ctc_loss(
         )
     (steps, batch, _), labels = log_probs.shape, 2 * targets.shape[1] + 1
     lengths, wanted = (torch.as_tensor(v).reshape([-1]).expand([batch]) for v in (input_lengths, target_lengths))
+    # what lies beyond a target's length may be no class
+    targets = torch.where(torch.arange(targets.shape[1]) < wanted.unsqueeze(1), targets, blank)
     # blanks around every label
     path = torch.stack([torch.full_like(targets, blank), targets], 2).flatten(1)
     path = torch.cat([path, torch.full_like(targets[:, :1], blank)], 1)
     apart = torch.cat([torch.zeros([batch, 2], dtype=torch.bool), path[:, 2:] != path[:, :-2]], 1)
     scores = log_probs.gather(2, path.unsqueeze(0).expand([steps, batch, labels]))
-    started = torch.arange(labels) < 2
-    reached = torch.where(started, scores[0], _NEVER)
-    for step in range(1, steps):
+    # before the first step: at the first blank, from which a step may stay or go on to the first label
+    reached = torch.where(torch.arange(labels) < 1, torch.zeros([batch, 1], dtype=scores.dtype), _NEVER)
+    for step in range(steps):
         before = F.pad(reached, (2, 0), value=_NEVER)
         skipped = torch.where(apart, before[:, :-2], _NEVER)
         ways = torch.stack([reached, before[:, 1:-1], skipped], 0).logsumexp(0) + scores[step]
