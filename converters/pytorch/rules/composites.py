@@ -134,7 +134,7 @@ def grid_sample(
         at = grid[..., axis]
         at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
         if padding_mode == "border":
-            at = torch.where((at > 0) & (at < size - 1), at, at.detach().clamp(0, size - 1))
+            at = torch.where((at > 0) & (at < size - 1), at, torch.where(at > 0, size - 1.0, 0.0).to(at.dtype))
         if mode == "nearest":
             corners.append([(at.round(), torch.ones_like(at))])
         else:
@@ -144,8 +144,9 @@ def grid_sample(
     for row, row_weight in corners[0]:
         for column, column_weight in corners[1]:
             inside = (row >= 0) & (row < sizes[0]) & (column >= 0) & (column < sizes[1])
-            index = row.clamp(0, sizes[0] - 1) * sizes[1] + column.clamp(0, sizes[1] - 1)
-            index = index.detach().long().reshape([batch, 1, -1]).expand([batch, channels, -1])
+            # integers: half precision has no number for each pixel
+            index = torch.where(inside, row.detach().long() * sizes[1] + column.detach().long(), 0)
+            index = index.reshape([batch, 1, -1]).expand([batch, channels, -1])
             picked = x.flatten(2).gather(2, index).reshape([batch, channels, *places])
             weight = (row_weight * column_weight * inside.to(x.dtype)).unsqueeze(1)
             made = picked * weight if made is None else made + picked * weight
