@@ -335,6 +335,8 @@ ENDS = {
         lambda x: x * F.embedding_bag(torch.arange(4), ROWS, BAGS, mode="sum", include_last_offset=True),
         torch.ones(1),  # torch's gradient of the table reads memory that it has not written
     ),
+    "sums_of_no_exponential": (lambda x: x.logcumsumexp(0)[[0, 1, 3]], torch.tensor([1.0, -torch.inf, -torch.inf, 2])),
+    "a_sum_of_one_exponential": (lambda x: x.logcumsumexp(0), torch.tensor(3.0)),
     "padded_targets_and_speech_without_frames": (
         lambda x: F.ctc_loss(x.log_softmax(-1), WORDS, (3, 0, 0), (2, 0, 1), reduction="none", zero_infinity=True),
         SPEECH,

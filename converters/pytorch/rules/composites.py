@@ -110,9 +110,13 @@ def _distance(difference: torch.Tensor, p: float) -> torch.Tensor:
 
 def logcumsumexp(input: torch.Tensor, dim: int) -> torch.Tensor:
     """Of pairs, then of fours, and so on; Hillis & Steele 1986."""
+    if not input.dim():
+        return input.clone()
     made, length, shift = input.movedim(dim, -1), input.shape[dim], 1
     while shift < length:
-        made = torch.logaddexp(made, F.pad(made[..., : length - shift], (shift, 0), value=-math.inf))
+        before = F.pad(made[..., : length - shift], (shift, 0), value=-math.inf)
+        nothing = (made == -math.inf) & (before == -math.inf)  # where a logarithm has no derivative
+        made = torch.where(nothing, -math.inf, torch.logaddexp(torch.where(nothing, 0.0, made), before))
         shift *= 2
     return made.movedim(-1, dim)
 
