@@ -1,4 +1,4 @@
-"""Budgets that are shares of what a framework's own step takes, or of the exported step."""
+"""Budgets that are shares of what a framework's own step takes, or of the exported step, and how ``budgeted`` plans."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.messages import Message, Setting, changed
 from onnx_remat.units import Budget, format_bytes, parse_budget
 
 if TYPE_CHECKING:  # it takes memory
+    from onnx_remat.options import PlanningOptions
     from onnx_remat.rewrite.report import Report
 
 _OF_STEP = "of the step"
@@ -25,6 +26,18 @@ def parse(budget: str | int | None) -> tuple[Budget | None, bool]:
     if isinstance(budget, str) and budget.strip().endswith(_OF_STEP):
         return parse_budget(budget.strip().removesuffix(_OF_STEP)), True
     return None if budget is None else parse_budget(budget), False
+
+
+def check_planning(planning: PlanningOptions, device: str) -> None:
+    """Raise UsageError for an option whose value ``budgeted`` decides: its step runs in a `Loop` on a kind of device.
+
+    With another value, the plan would be for another run, and the budget for another account of its memory.
+    """
+    decided = {"provider": device, "run_by": "loop", "arena": False, "fuse": True, "dims": {}}
+    for name, value in decided.items():
+        if planning.get(name) not in (None, value):
+            given = _in_planning(Setting(name, planning.get(name)))
+            raise UsageError("{}: a step of budgeted trains with a Loop on {}: leave {!r} out", given, device, name)
 
 
 def summary(framework: str, own: int, report: Report) -> str:

@@ -193,7 +193,7 @@ def budgeted(
         `rewrite_model`. It covers parameters and state, but not Python and its libraries, nor arrays that the caller
         keeps. By default (None) the step is not rewritten.
     planning : mapping, optional
-        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
+        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``; not those that say what runs the step.
     threads : int
         Threads of a step; by default (0) as many as ONNX Runtime chooses.
     progress : bool
@@ -210,6 +210,7 @@ def budgeted(
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
+    shares.check_planning(planning or {}, "cpu")
     if given is not None:
         parse_options({**(planning or {})})
     if not callable(getattr(optimizer, "init", None)):

@@ -95,7 +95,7 @@ def budgeted(
     check : bool
         Compare the step with torch first. The comparison takes, once, about twice the memory of a step in torch.
     planning : mapping, optional
-        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``.
+        Fields of `onnx_remat.options.Options`, for example ``{"effort": 5}``; not those that say what runs the step.
     threads : int
         Threads of a step; by default (0) as many as PyTorch has, `torch.get_num_threads`.
     progress : bool
@@ -122,11 +122,10 @@ def budgeted(
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
+    shares.check_planning(planning or {}, device.type)
     if device != HOST:
         if dynamic_dims:
             raise UsageError("{}: on a device all batches have one size: pad them", Setting("dynamic_dims"))
-        if (planning or {}).get("provider", device.type) != device.type:
-            raise UsageError("the module is on {}: leave {} out", device, Setting("provider"))
         planning = {"provider": device.type, **(planning or {})}
         release_memory(device)
         check_provider()

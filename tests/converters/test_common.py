@@ -305,6 +305,16 @@ def test_widened_bfloat16_rounds_as_bfloat16_does():
     np.testing.assert_array_equal(found, ((data + data) * ml_dtypes.bfloat16(0.3)).astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "planning", [{"provider": "cuda"}, {"run_by": "session"}, {"arena": True}, {"fuse": False}, {"dims": {"batch": 4}}]
+)
+def test_what_runs_the_step_of_budgeted_is_no_option(planning):
+    (name,) = planning
+    shares.check_planning({"provider": "cpu", "run_by": "loop", "effort": 1}, "cpu")
+    with pytest.raises(UsageError, match=f"^planning={planning!r}: .* on cpu: leave '{name}' out$"):
+        shares.check_planning(planning, "cpu")
+
+
 def test_a_refusal_names_arguments_of_budgeted_and_when_a_budget_does_not_pay():
     advice = Message("no plan; {}", Message("try {}, or {}", Setting("budget", 20_000_000), Setting("effort", 60)))
     for own, said in ((30_000_000, ""), (18_000_000, "; that is more than PyTorch's own: train this step there")):
