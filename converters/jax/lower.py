@@ -276,18 +276,19 @@ class Lowering:
         results: Sequence[tuple[Sequence[int], Any]],
         **attributes: Attribute,
     ) -> tuple[ir.Value, ...]:
-        """Append a node with outputs of these shapes and dtypes; equal nodes are shared."""
-        plain = tuple((k, str(v)) for k, v in sorted(attributes.items()))
-        pure = not any(isinstance(v, ir.Graph) for v in attributes.values())
-        key = (op_type, tuple(id(value) for value in inputs), plain, len(results))
-        known = self._lookup(key) if pure else None
-        if known is not None:
-            return known
+        """Append a node with outputs of these shapes and dtypes; equal nodes without bodies are shared."""
+        key: tuple[object, ...] | None = None
+        if not any(isinstance(v, ir.Graph) for v in attributes.values()):
+            plain = tuple((k, str(v)) for k, v in sorted(attributes.items()))
+            key = (op_type, tuple(id(value) for value in inputs), plain, len(results))
+            if (known := self._lookup(key)) is not None:
+                return known
         made = self.emit.many(op_type, *inputs, outputs=len(results), **attributes)  # type: ignore[arg-type]
         for value, (shape, dtype) in zip(made, results, strict=True):
             value.shape = ir.Shape([int(n) for n in shape])
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
-        self._made[key] = made
+        if key is not None:
+            self._made[key] = made
         return made
 
     def _lookup(self, key: tuple[object, ...]) -> tuple[ir.Value, ...] | None:
