@@ -86,6 +86,30 @@ def compare(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     return low.elementwise(_COMPARE[eqn.primitive.name], x, y, **_out(eqn))
 
 
+@lowering("lt_to")
+def lt_to(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    return _before(low, x, y)
+
+
+@lowering("le_to")
+def le_to(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    return low.elementwise("Not", _before(low, y, x))
+
+
+def _before(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
+    """Compare in the total order of floats: -0.0 comes before 0.0, and NaN after all numbers."""
+    less = low.elementwise("Less", x, y, dtype=np.bool_)
+    if x.dtype.kind in "iu":
+        return less
+
+    def test(op_type: str, *values: Tensor) -> Tensor:
+        return low.elementwise(op_type, *values, dtype=np.bool_)
+
+    signs = test("Less", *(low.elementwise("Reciprocal", v) for v in (x, y)))
+    last = test("And", test("IsNaN", y), test("Not", test("IsNaN", x)))
+    return test("Or", test("Or", less, last), test("And", test("Equal", x, y), signs))
+
+
 @lowering("ne")
 def ne(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
     if x.dtype == np.bool_:

@@ -394,6 +394,19 @@ def test_the_ends_of_the_inverse_error_function():
     assert verify(convert(step), step, TIGHT).error == 0
 
 
+def test_floats_are_found_in_their_total_order():
+    nan, inf = np.float32(np.nan), np.float32(np.inf)
+    x = np.array([-inf, -1, -0.0, 0.0, 1, inf, nan], np.float32)
+
+    def loss(p, x):
+        table = jnp.arange(49.0).reshape(7, 7)
+        found = [compare(x[:, None], x[None]) for compare in (lax.lt_to_p.bind, lax.le_to_p.bind)]
+        places = jnp.searchsorted(x, x[1:5]) + jnp.interp(0.25, jnp.arange(3.0), jnp.arange(3.0) ** 2)
+        return p * (jnp.sum(table * found[0]) + 2 * jnp.sum(table * found[1]) + jnp.sum(places * jnp.arange(4.0)))
+
+    assert worst_error(loss, np.float32(1), x) == 0
+
+
 def test_bodies_are_not_printed_to_find_equal_nodes(monkeypatch):
     """The time would grow with the square of the branches."""
 
