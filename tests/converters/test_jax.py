@@ -394,6 +394,13 @@ def test_the_ends_of_the_inverse_error_function():
     assert verify(convert(step), step, TIGHT).error == 0
 
 
+def test_the_inverse_error_function_and_normal_draws_have_the_digits_of_float64():
+    with jax.enable_x64(True):
+        x = np.concatenate([np.linspace(-0.999, 0.999, 40), 1 - np.logspace(-9, -3, 8)])
+        draw = lambda p, key: jnp.sum(p * lax.erf_inv(x) * jax.random.normal(key, x.shape, jnp.float64))  # noqa: E731
+        assert worst_error(draw, np.ones(48), jax.random.key(0)) < 1e-12
+
+
 def test_floats_are_found_in_their_total_order():
     nan, inf = np.float32(np.nan), np.float32(np.inf)
     x = np.array([-inf, -1, -0.0, 0.0, 1, inf, nan], np.float32)
