@@ -24,6 +24,9 @@ from . import control, elementwise, indexing, kernels, products, randoms, reduct
 from .lower import Array, Lowering, Tensor
 from .step import TracedStep, array, inputs_of, plain, trace
 
+OPSETS = range(20, onnx.defs.onnx_opset_version() + 1)
+"""Opsets in whose ops steps are written, up to the newest of the installed onnx."""
+
 _PHASES = ("forward", "backward", "optimizer")
 
 
@@ -66,7 +69,7 @@ def export_training_step(
         Largest number of steps of a scan that is unrolled, so that onnx-remat can recompute inside it. Longer scans
         become Scan nodes.
     opset : int
-        Version of ONNX's operator set, 20 or above.
+        Version of ONNX's operator set, one of `OPSETS`.
     check : bool
         Run the graph on the first values, and compare every output with JAX's.
 
@@ -78,7 +81,7 @@ def export_training_step(
     Raises
     ------
     UsageError
-        `opset` is below 20, or `batch_names` has another number of names than the batch has arrays.
+        `opset` is none of `OPSETS`, or `batch_names` has another number of names than the batch has arrays.
     ConversionError
         A primitive has no lowering, the loss is not a float scalar or depends on no parameter, a parameter is not
         float, or the graph's outputs differ from JAX's.
@@ -92,8 +95,8 @@ def export_training_step(
     >>> [value.name for value in model.graph.output]
     ['loss', 'grad.w']
     """
-    if opset < 20:
-        raise UsageError(f"opset {opset} is too old: use 20 or above")
+    if opset not in OPSETS:
+        raise UsageError(f"opset {opset} is not supported: use {OPSETS[0]} to {OPSETS[-1]}")
     step = trace(loss_fn, params, batch, buffers, optimizer, batch_names)
     model = convert(step, unroll, opset)
     if check:

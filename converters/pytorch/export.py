@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from onnx_remat.errors import ConversionError
+from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.ir.shapes import INITIAL_KEY
 
 from ..checks import agreement as checking
@@ -20,10 +20,14 @@ from ..passes import attention_in_parts, loss_in_parts
 from . import optimizer_facts, updates, verify
 from .batch import Batch
 from .lower import finish, lower
+from .private_torch import ONNX_MAX_OPSET
 from .recipe import Recipe, Scaling
 from .refusals import check_modules
 from .step import Loss, StepParts
 from .trace import Trace, trace
+
+OPSETS = range(18, ONNX_MAX_OPSET + 1)
+"""Opsets for which torch's exporter has translations."""
 
 _NAMED = 5
 """Sizes that a warning names."""
@@ -150,7 +154,7 @@ def export_training_step(
     scaler : torch.amp.GradScaler, optional
         Scale the loss with the settings of this scaler, and skip updates in which gradients overflow.
     opset : int
-        Version of ONNX's operator set.
+        Version of ONNX's operator set, one of `OPSETS`.
     dynamic_dims : mapping of str to mapping of int to str, optional
         Names of dimensions that may vary, by input name and axis, for example ``{"input.0": {0: "batch"}}``. By default
         all dimensions are those of the example.
@@ -181,7 +185,11 @@ def export_training_step(
     ------
     ConversionError
         The step cannot be traced or translated to ONNX, or its results differ from torch's.
+    UsageError
+        An argument is wrong.
     """
+    if opset not in OPSETS:
+        raise UsageError(f"opset {opset} is not supported: use {OPSETS[0]} to {OPSETS[-1]}")
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe, outputs)
     dynamic = dynamic_dims or {}

@@ -162,7 +162,11 @@ def test_wrong_arguments_are_usage_errors() -> None:
     def loss_fn(params, x):
         return jnp.sum(x) * params["w"]
 
-    for options, message in (({"opset": 12}, "opset 12"), ({"batch_names": ["a", "b"]}, "2 names for 1 arrays")):
+    for options, message in (
+        ({"opset": 12}, "opset 12 is not supported: use 20 to"),
+        ({"opset": 99}, "opset 99"),
+        ({"batch_names": ["a", "b"]}, "2 names for 1 arrays"),
+    ):
         with pytest.raises(UsageError, match=message):
             export_training_step(loss_fn, {"w": jnp.ones(())}, jnp.ones(3), **options)
 

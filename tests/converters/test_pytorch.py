@@ -77,6 +77,12 @@ def test_interface_labels_and_standard_ops():
     assert error(step) < 1e-5
 
 
+@pytest.mark.parametrize("opset", [13, 17, 99])
+def test_an_opset_that_the_exporter_does_not_know_is_refused(opset):
+    with pytest.raises(UsageError, match=f"^opset {opset} is not supported: use 18 to "):
+        export_training_step(net(), batch(), F.cross_entropy, opset=opset)
+
+
 @pytest.mark.parametrize("name", ["fft", "erf_inv"])
 def test_a_failed_export_leaves_no_labels_behind(name):
     with pytest.raises(ConversionError):
