@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,8 @@ class Batch:
         ------
         ConversionError
             An entry requires a gradient, or holds tensors in an object of another kind.
+        UsageError
+            It is none of these, or two tensors have one name.
         """
         if isinstance(example_inputs, Mapping):
             structure: tuple[tuple[Any, ...], dict[str, Any]] = ((), dict(example_inputs))
@@ -61,6 +64,9 @@ class Batch:
         for path, leaf in found:
             _check_leaf(_path(path), leaf)
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
+        counts = Counter(name for name, _ in tensors)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise UsageError(f"the batch has {twice[0]!r} twice, by keys with dots: rename one of them")
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for _, leaf in found)
         keys = tuple(example_inputs) if isinstance(example_inputs, Mapping) else ()
         return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves, keys)

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 import torch.nn.functional as F  # noqa: E402
 from onnx_remat.converters.checks import agreement as check  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step, initial_feeds  # noqa: E402
+from onnx_remat.converters.pytorch.batch import Batch  # noqa: E402
 from onnx_remat.converters.pytorch.decisions import Recorder  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential  # noqa: E402
@@ -81,6 +82,12 @@ def test_interface_labels_and_standard_ops():
 def test_an_opset_that_the_exporter_does_not_know_is_refused(opset):
     with pytest.raises(UsageError, match=f"^opset {opset} is not supported: use 18 to "):
         export_training_step(net(), batch(), F.cross_entropy, opset=opset)
+
+
+def test_two_tensors_of_a_batch_with_one_name_are_refused():
+    x = torch.ones(2)
+    with pytest.raises(UsageError, match=r"the batch has 'x\.y' twice"):
+        Batch.of({"x": {"y": x}, "x.y": x})
 
 
 @pytest.mark.parametrize("name", ["fft", "erf_inv"])
