@@ -108,15 +108,25 @@ class Batch:
     def resized(self, dynamic: Mapping[str, Mapping[int, str]], refused: Mapping[str, Mapping[int, str]]) -> Batch:
         """Return the batch with another size along every dynamic dimension: the next smaller that is not refused.
 
-        Where none is left from 2 on, a dimension has one more entry, a copy of the first.
+        Where none is left from 2 on, a dimension has one more entry, as in `larger`.
         """
+
+        def other(dim: str, size: int) -> int:
+            return next((s for s in range(size - 1, 1, -1) if s not in refused.get(dim, {})), size + 1)
+
+        return self._sized(dynamic, other)
+
+    def larger(self, dynamic: Mapping[str, Mapping[int, str]]) -> Batch:
+        """Return the batch with one more entry along every dynamic dimension, a copy of the first."""
+        return self._sized(dynamic, lambda _, size: size + 1)
+
+    def _sized(self, dynamic: Mapping[str, Mapping[int, str]], other: Callable[[str, int], int]) -> Batch:
         made = []
         for name, tensor in zip(self.names, self.tensors, strict=True):
             for axis, dim in dynamic.get(name, {}).items():
                 size = tensor.shape[axis]
-                other = next((s for s in range(size - 1, 1, -1) if s not in refused.get(dim, {})), size + 1)
-                if other < size:
-                    tensor = tensor.narrow(axis, 0, other)
+                if (new := other(dim, size)) < size:
+                    tensor = tensor.narrow(axis, 0, new)
                 else:
                     tensor = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
             made.append(tensor.contiguous())

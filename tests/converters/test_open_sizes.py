@@ -130,3 +130,26 @@ def test_many_sizes_are_tried_at_once():
     with pytest.warns(UserWarning, match="wrong where batch is 2, 3: for these, its code decides"):
         export_training_step(Block(at_least), batch, cross_entropy, dynamic_dims=OPEN, check=False)
     assert time.process_time() - began < 20  # with symbols in place of numbers a minute
+
+
+class Last(nn.Module):
+    """The features at the last place of each text."""
+
+    def __init__(self, places=7):
+        super().__init__()
+        self.inner, self.places = nn.Linear(3, 3), nn.Parameter(torch.randn(places, 3))
+
+    def forward(self, x, lengths):
+        made = self.inner(x) + self.places[torch.arange(x.shape[1])]
+        return made[torch.arange(x.shape[0]), lengths - 1].square().mean()
+
+
+@pytest.mark.parametrize("places", [7, 6])
+def test_a_step_whose_example_reads_its_last_entry_is_compared_at_a_larger_size(places):
+    """Six places leave no larger one."""
+    batch = torch.randn(4, 6, 3), torch.tensor([6, 3, 2, 5])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step = export_training_step(Last(places), batch, dynamic_dims={"input.0": {1: "length"}})
+    assert [dim.dim_param for dim in step.graph.input[-2].type.tensor_type.shape.dim][1] == "length"
+    assert any("at the example's sizes alone" in str(one.message) for one in said) == (places == 6)
