@@ -231,5 +231,5 @@ def _floats(args: Sequence[Any]) -> list[torch.Tensor]:
 def _plausible(func: Any, drawn: torch.Tensor, moments: tuple[float, float]) -> None:
     """Raise ConversionError unless the sample mean is within six standard errors of the distribution's."""
     mean, deviation = moments
-    if abs(float(drawn.double().mean()) - mean) > 6 * deviation / math.sqrt(drawn.numel()) + 1e-6:
+    if drawn.numel() and abs(float(drawn.double().mean()) - mean) > 6 * deviation / math.sqrt(drawn.numel()) + 1e-6:
         raise ConversionError(f"the converted step is wrong: {func} draws from another distribution than in torch")

@@ -52,6 +52,12 @@ class Drawing(nn.Module):
         return self.last(self.draw(self.first(x)))
 
 
+def test_draws_of_no_element_are_compared():
+    model = Drawing(lambda x: torch.cat([F.dropout(x[:, :0], 0.3), torch.rand(64, 0), x], 1), False)
+    step = export_training_step(model, (torch.randn(64, 16), torch.randint(0, 4, (64,))), F.cross_entropy)
+    assert "grad.first.weight" in [value.name for value in step.graph.output]
+
+
 @pytest.mark.parametrize("frozen", [True, False], ids=["behind a frozen layer", "behind a trained layer"])
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_draws_anywhere(draw, frozen):
