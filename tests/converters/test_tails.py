@@ -200,6 +200,12 @@ def test_quotients_and_remainders_are_torchs():
 
 
 COUNTS = torch.tensor([[100000, 100000, -3, 2, 2], [2**40, 3, 3, -1, 5]])
+
+
+def scattered(reduce, include_self):
+    return lambda x: x.scatter_reduce(1, (x % 3).long(), x.flip(1), reduce, include_self=include_self)
+
+
 PRODUCTS = {
     "prod": (lambda x: x.prod(1), COUNTS),
     "prod_of_int": (lambda x: x.prod(1), COUNTS[:1].int()),
@@ -210,6 +216,10 @@ PRODUCTS = {
     "cumprod_of_bool": (lambda x: (x > 0).cumprod(1), COUNTS),
     "cumprod_as_double": (lambda x: x.cumprod(dim=1, dtype=torch.float64), COUNTS),
     "cummax": (lambda x: x.cummax(1).values, COUNTS),
+    "scattered_means": (scattered("mean", True), COUNTS),
+    "scattered_means_alone": (scattered("mean", False), COUNTS),
+    "scattered_least_alone": (scattered("amin", False), COUNTS),
+    "scattered_largest_alone": (scattered("amax", False), COUNTS.int()),
     "cummin_at": (lambda x: x.cummin(1).indices, COUNTS),
     "cummin_of_int": (lambda x: x.cummin(0).values, COUNTS[:, 2:].int()),
     "cummax_of_bool": (lambda x: (x < 0).cummax(1).values, COUNTS),

@@ -153,12 +153,22 @@ def scatter_reduce(
         return NotImplemented  # torch then keeps the operator
     ones = torch.ones_like(source)
     if not include_self:
-        neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}[reduce]
+        least, largest = _ends(x.dtype)
+        neutral = {"sum": 0, "mean": 0, "prod": 1, "amax": least, "amin": largest}[reduce]
         x = x.scatter(dim, index, neutral)
     if reduce != "mean":
         return aten.scatter_reduce(x, dim, index, source, reduce)
-    counts = torch.full_like(x, float(include_self)).scatter_add(dim, index, ones)
-    return x.scatter_add(dim, index, source) / counts.clamp(min=1)
+    counts = torch.full_like(x, int(include_self)).scatter_add(dim, index, ones).clamp(min=1)
+    total = x.scatter_add(dim, index, source)
+    return total / counts if x.is_floating_point() else torch.div(total, counts, rounding_mode="floor")
+
+
+def _ends(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest number of a type."""
+    if dtype.is_floating_point:
+        return -math.inf, math.inf
+    known = torch.iinfo(dtype)
+    return known.min, known.max
 
 
 @rule(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
@@ -263,10 +273,7 @@ def _extremes(x: torch.Tensor, dim: int, least: bool) -> tuple[torch.Tensor, tor
     if x.dtype == torch.bool:
         values, indices = _extremes(x.to(torch.int32), dim, least)
         return values.to(torch.bool), indices
-    ends = (-math.inf, math.inf)
-    if not x.is_floating_point():
-        ends = (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
-    prefixes = _prefixes(x, dim, ends[least])
+    prefixes = _prefixes(x, dim, _ends(x.dtype)[least])
     values = prefixes.amin(-1) if least else prefixes.amax(-1)
     equal = (x.movedim(dim, -1).unsqueeze(-2) == values.unsqueeze(-1)).tril()
     indices = torch.where(equal, torch.arange(x.shape[dim]), -1).amax(-1)
