@@ -311,6 +311,20 @@ def test_a_normalization_of_half_precision_is_computed_in_float32():
     np.testing.assert_allclose(found["new.norm.running_var"], model.norm.running_var, rtol=1e-3)
 
 
+def test_resizing_in_float64_has_its_digits():
+    class Resized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.randn(1, 2, 4, 5, generator=SEEDED, dtype=torch.float64))
+
+        def forward(self, by):
+            plain = F.interpolate(self.x, size=(5, 7), mode="bilinear")
+            return (plain * by).square().sum() + F.interpolate(plain, (3, 4), mode="bilinear", antialias=True).sum()
+
+    step = export_training_step(Resized(), torch.ones(7, dtype=torch.float64))  # checked within 1e-9
+    assert "grad.x" in [value.name for value in step.graph.output]
+
+
 def test_rows_that_a_second_mask_covers_stay_zero():
     """The first mask leaves something of every row; with the second one, of which the example has none, nothing."""
 

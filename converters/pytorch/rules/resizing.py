@@ -27,7 +27,8 @@ def _matrices(
     made = []
     for old, new, scale in zip(sizes, counts, scales, strict=True):
         with computed_now():  # computed now: what becomes of the unit vectors, side by side
-            made.append(kind(torch.eye(old)[None, None], [new, old], corners, scale, None)[0, 0].tolist())
+            unit = torch.eye(old, dtype=torch.float64)[None, None]
+            made.append(kind(unit, [new, old], corners, scale, None)[0, 0].tolist())
     return made
 
 
@@ -74,7 +75,7 @@ def interpolate(
     for axis in reversed(range(len(sizes))):
         wanted, scale = _of_axis(size, axis), _of_axis(scale_factor, axis)
         matrix = _matrix(sizes[axis], wanted, scale, mode, align_corners, recompute_scale_factor)
-        made = _along(made, axis + 2, matrix, repeats=mode in _NEAREST)
+        made = _along(made, axis + 2, matrix, nearest=mode in _NEAREST)
     return made
 
 
@@ -88,7 +89,7 @@ def _matrix(
     """How much each entry made, a column, takes of each entry read: what becomes of the unit vectors."""
     along = {"align_corners": corners, "recompute_scale_factor": recompute}
     with computed_now():
-        unit = torch.eye(old)[None]
+        unit = torch.eye(old, dtype=torch.float64)[None]
         if mode == "bicubic":  # of planes alone
             both = (None if size is None else [old, size], None if scale is None else [1.0, scale])
             return F.interpolate(unit[None], *both, mode=mode, **along)[0, 0]  # type: ignore[arg-type]
@@ -96,13 +97,14 @@ def _matrix(
         return F.interpolate(unit, size, scale, mode=of_line, **along)[0]  # type: ignore[arg-type]
 
 
-def _along(x: torch.Tensor, axis: int, matrix: torch.Tensor, repeats: bool) -> torch.Tensor:
+def _along(x: torch.Tensor, axis: int, matrix: torch.Tensor, nearest: bool) -> torch.Tensor:
     """An axis of `x` resized."""
     with computed_now():
         old, new = matrix.shape
-        same = old == new and bool(torch.equal(matrix, torch.eye(old)))
+        unit = torch.eye(old, dtype=matrix.dtype)
+        same = old == new and bool(torch.equal(matrix, unit))
         times = new // old if new % old == 0 else 0
-        repeated = repeats and times and bool(torch.equal(matrix, torch.eye(old).repeat_interleave(times, 1)))
+        repeated = nearest and times and bool(torch.equal(matrix, unit.repeat_interleave(times, 1)))
         weights = matrix.tolist()
     if same:
         return x
