@@ -325,6 +325,30 @@ def test_resizing_in_float64_has_its_digits():
     assert "grad.x" in [value.name for value in step.graph.output]
 
 
+def test_nearest_neighbours_of_data_are_read_alone():
+    """A product with a matrix of zeros and ones would spread NaN over rows and columns."""
+    depth = torch.randn(1, 1, 7, 9, generator=SEEDED)
+    depth[0, 0, 2, 2] = torch.nan
+
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, depth, mask):
+            sizes = {"nearest": 0.5, "nearest-exact": 0.7}
+            made = [F.interpolate(x, scale_factor=s, mode=m) for x in (depth, mask) for m, s in sizes.items()]
+            return {"loss": self.scale * 1, **{f"made{place}": one for place, one in enumerate(made)}}
+
+    model, mask = Halved(), torch.arange(63, dtype=torch.uint8).reshape(1, 1, 7, 9) * 4
+    names = [f"made{place}" for place in range(4)]
+    step = export_training_step(model, (depth, mask), outputs=names, check=False)
+    found = outputs(step, {"scale": np.ones((), np.float32), "input.0": depth.numpy(), "input.1": mask.numpy()})
+    for name, own in model(depth, mask).items():
+        if name in names:
+            np.testing.assert_array_equal(found[f"output.{name}"], own, err_msg=name)
+
+
 def test_rows_that_a_second_mask_covers_stay_zero():
     """The first mask leaves something of every row; with the second one, of which the example has none, nothing."""
 

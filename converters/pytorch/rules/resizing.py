@@ -1,7 +1,8 @@
 """Resizing: one product of matrices per axis, as are its gradients.
 
 torch differentiates it as gathers, whose gradients scatter, entry by entry, over indices as many as the image's
-entries. Nearest neighbours of a multiple of the size are repeated instead.
+entries. Nearest neighbours of a multiple of the size are repeated instead, and those of data, which have no gradient,
+are gathered: a product spreads NaN and infinity over rows and columns.
 """
 
 from __future__ import annotations
@@ -105,13 +106,15 @@ def _along(x: torch.Tensor, axis: int, matrix: torch.Tensor, nearest: bool) -> t
         same = old == new and bool(torch.equal(matrix, unit))
         times = new // old if new % old == 0 else 0
         repeated = nearest and times and bool(torch.equal(matrix, unit.repeat_interleave(times, 1)))
-        weights = matrix.tolist()
+        weights, neighbours = matrix.tolist(), matrix.argmax(0).tolist()
     if same:
         return x
     shape = list(x.shape)
     if repeated:
         wide = x.unsqueeze(axis + 1).expand([*shape[: axis + 1], times, *shape[axis + 1 :]])
         return wide.reshape([*shape[:axis], new, *shape[axis + 1 :]])
+    if nearest and not x.requires_grad:
+        return x.index_select(axis, torch.tensor(neighbours))
     if axis == x.dim() - 1:
         return x @ torch.tensor(weights, dtype=x.dtype)
     made = torch.tensor(weights, dtype=x.dtype).t() @ x.flatten(axis + 1)
