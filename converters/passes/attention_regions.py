@@ -296,7 +296,9 @@ def _factors(inside: Iterable[ir.Value], stack: Stack) -> Shape | None:
         ends.update(math.prod(shape[axis:lead]) for axis in range(lead))
     ordered = sorted(ends, reverse=True)
     pairs = list(itertools.pairwise(ordered))
-    return tuple(a // b for a, b in pairs) if all(a % b == 0 for a, b in pairs) else None
+    if any(a % b for a, b in pairs):
+        return None
+    return tuple(a // b for a, b in pairs) or (1,)  # a single matrix has one axis, too
 
 
 def _waits(place: Mapping[ir.Node, int], side: Sequence[ir.Node], own: Collection[ir.Node]) -> bool:

@@ -419,3 +419,20 @@ def test_a_forward_file_gets_its_attention_in_parts():
     """33.6 MB of scores, in parts of 8 MiB; `add_backward` compares the gradients with differences by itself."""
     assert scores(add_backward(forward_file(2, 4, 1024, 4), loss="mse"), 1024) == [2] * 8
     assert scores(add_backward(forward_file(2, 4, 64, 4), loss="mse"), 64) == [8]
+
+
+def test_a_single_matrix_of_scores_is_not_divided_by_heads():
+    """One text and one head, as in a causal file without an axis of heads: 16 MiB of scores."""
+    forward = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 20]>
+        attention (float[1, 2048, 8] x) => (float[1, 2048, 8] y) {
+            q = MatMul (x, wq)
+            k = MatMul (x, wk)
+            turned = Transpose <perm = [0, 2, 1]> (k)
+            scores = MatMul (q, turned)
+            weights = Softmax <axis = -1> (scores)
+            y = MatMul (weights, x)
+        }""")
+    for name in ("wq", "wk"):
+        forward.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((8, 8), np.float32), name))
+    step = add_backward(forward, loss="mse", check=False)
+    assert [value.name for value in step.graph.output] == ["loss", "grad.wq", "grad.wk"]
