@@ -382,6 +382,8 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
 _SIZES = ((10007, 1013), (20011, 1709))
 """First size and step between sizes of the two inferences: no difference of two of them is a window or a padding of a
 model, nor are two differences equal."""
+_WITHOUT_END = 2**31 - 1
+"""Ends of Slices from this one on mean the end of the axis."""
 
 
 def _name_sizes(model: ir.Model) -> None:
@@ -391,8 +393,9 @@ def _name_sizes(model: ir.Model) -> None:
     if all(isinstance(d, int) or d.value in names for v in values for d in v.shape or ()):
         return
     found: dict[tuple[str, int], str] = {}
+    above = _largest_integer(model)  # a Slice to a constant end must cut the axis, as it does in a longer batch
     for first, step in _SIZES:
-        sizes = {name: first + step * i for i, name in enumerate(names)}
+        sizes = {name: above + first + step * i for i, name in enumerate(names)}
         light = without_weights(ir.to_proto(model))
         light.graph.ClearField("value_info")
         for value in (*light.graph.input, *light.graph.output):
@@ -412,6 +415,13 @@ def _name_sizes(model: ir.Model) -> None:
     for value in values:
         sizes_of = enumerate(value.shape or ())
         value.shape = ir.Shape([d if isinstance(d, int) else found.get((str(value.name), i)) or d for i, d in sizes_of])
+
+
+def _largest_integer(model: ir.Model) -> int:
+    """Return the largest integer constant, such as the end of a Slice, in size; at least 0."""
+    stored = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    sizes = [abs(t.numpy().astype(np.int64)) for t in stored if t is not None and t.dtype.is_integer()]
+    return max((int(each[each < _WITHOUT_END].max(initial=0)) for each in sizes), default=0)
 
 
 def _is_static(value: ir.Value) -> bool:

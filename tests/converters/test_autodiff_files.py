@@ -181,3 +181,12 @@ def test_learning_rates_are_finite_numbers_of_at_least_zero(rate: float) -> None
     for optimizer in (SGD, Adam, AdamW):
         with pytest.raises(UsageError, match="a learning rate is a finite number of at least 0"):
             optimizer(lr=rate)
+
+
+@pytest.mark.parametrize("end", [32_768, 300_000])
+def test_a_slice_with_a_late_end_is_not_as_long_as_every_batch(end: int) -> None:
+    slice_ = node("Slice", ["x", "begin", "end"], ["a"])
+    ends = {"begin": np.array([0]), "end": np.array([end])}
+    model = file([slice_, node("Mul", ["a", "w"], ["y"])], {"x": ["n"]}, {"w": normal(1), **ends})
+    made = runtime.outputs(add_backward(model, wrt=["w"]), {"x": np.ones(end + 5000, np.float32), "w": normal(1)})
+    np.testing.assert_allclose(made["grad.w"], [1], rtol=1e-3)
