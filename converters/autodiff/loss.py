@@ -153,7 +153,7 @@ class _Picked:
 def _pick(s: RuleInput, log_probability: ir.Value) -> _Picked:
     """Append the loss: minus the weighted mean, the sum, or each of the log-probabilities of the targets."""
     t, labels, reduction = s.t, s.x(1), s.attribute("reduction")
-    shape, counted = dims(labels), None
+    shape, counts, counted = dims(labels), None, None
     ignored = s.attribute("ignore_index")
     if ignored is not None:
         counts = t.op("Not", t.compare("Equal", labels, t.scalar(ignored, labels)), shape=shape)
@@ -162,11 +162,13 @@ def _pick(s: RuleInput, log_probability: ir.Value) -> _Picked:
     rows = t.unsqueeze(labels, [1])
     picked = t.op("GatherElements", log_probability, rows, shape=dims(rows), axis=1)
     picked = t.op("Squeeze", picked, t.ints(1), shape=shape)
-    weight = counted
+    if counts is not None:  # the class in an ignored target's place may have no probability: -inf times 0 is NaN
+        picked = t.select(counts, picked, t.scalar(0, picked))
+    weight, weighted = counted, picked
     if s.has(2):
         weight = t.op("Gather", s.x(2), labels, shape=shape)
         weight = weight if counted is None else t.mul(weight, counted)
-    weighted = picked if weight is None else t.mul(weight, picked)
+        weighted = t.mul(weight, picked)
     if reduction == "none":
         return _Picked(rows, weight, (), t.neg(weighted))
     if reduction == "mean" and weight is None:

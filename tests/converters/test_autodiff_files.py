@@ -11,7 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.autodiff import CrossEntropy, add_backward
 from onnx_remat.converters.optimizers import SGD, Adam, AdamW
 
 from onnx_remat.errors import ConversionError, ModelError, UsageError
@@ -190,3 +190,21 @@ def test_a_slice_with_a_late_end_is_not_as_long_as_every_batch(end: int) -> None
     model = file([slice_, node("Mul", ["a", "w"], ["y"])], {"x": ["n"]}, {"w": normal(1), **ends})
     made = runtime.outputs(add_backward(model, wrt=["w"]), {"x": np.ones(end + 5000, np.float32), "w": normal(1)})
     np.testing.assert_allclose(made["grad.w"], [1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("ignored", [0, -100])
+def test_an_ignored_target_where_the_first_class_is_impossible(ignored: int) -> None:
+    """As in models that mask the logit of padding."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Add", ["h", "mask"], ["y"])]
+    weights = {"w": normal(3, 5), "mask": np.array([-np.inf, 0, 0, 0, 0], np.float32)}
+    model = file(nodes, {"x": [4, 3]}, weights, outputs=("y",))
+    del model.graph.node[-1]
+    target = np.array([1, ignored, 2, 4])
+    feeds = {"x": normal(4, 3), "w": weights["w"]}
+    step = add_backward(model, CrossEntropy(ignore_index=ignored), ["w"], example_inputs={"target": target})
+    made = runtime.outputs(step, {**feeds, "target": target})
+    counts = target != ignored
+    logits = (feeds["x"] @ feeds["w"])[counts, 1:]
+    chosen = logits[np.arange(3), target[counts] - 1]
+    np.testing.assert_allclose(made["loss"], (np.log(np.exp(logits).sum(1)) - chosen).mean(), rtol=1e-5)
+    assert np.isfinite(made["grad.w"]).all()
