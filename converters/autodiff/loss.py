@@ -11,6 +11,7 @@ from onnx_remat.errors import ConversionError, UsageError
 
 from ..dims import Dims, dims
 from ..tape import Tape
+from .parts import add_at
 from .registry import Grads, RuleInput, rule
 
 
@@ -204,10 +205,7 @@ def softmax_cross_entropy(s: RuleInput) -> Grads:
         s.y.replace_all_uses_with(parts.loss, replace_graph_outputs=True)
         minus = t.expand(t.scalar(-1, s.x()), dims(parts.rows))
         # softmax - one-hot
-        rest = t.op(
-            "ScatterElements", t.unary("Exp", log_probability), parts.rows, minus, shape=s.shape(), axis=1,
-            reduction="add",
-        )  # fmt: skip
+        rest = add_at(t, t.unary("Exp", log_probability), parts.rows, minus, axis=1)
         return t.mul(rest, _rate(s, parts))
 
     return {0: gradient}

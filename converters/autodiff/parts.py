@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..dims import dims
+from ..dims import Dims, dims
 from ..tape import Tape
 
 _STRETCHES = "onnx_remat.stretches"
@@ -66,3 +66,21 @@ def _padded(t: Tape, of: Stretches, length: int) -> ir.Value:
     made = t.op("Pad", g, t.ints(*pads.reshape(-1).tolist()), shape=whole)
     made.meta[_STRETCHES] = of
     return made
+
+
+def scatter(t: Tape, shape: Dims, where: ir.Value, g: ir.Value, axis: int) -> ir.Value:
+    """Return zeros to which `g` is added at the indices along one axis."""
+    return add_at(t, t.zeros(shape, sum_type(g)), where, g, axis)
+
+
+def add_at(t: Tape, onto: ir.Value, where: ir.Value, g: ir.Value, axis: int) -> ir.Value:
+    """Return `onto` to which `g` is added at the indices along one axis."""
+    assert g.dtype is not None
+    terms = t.cast(onto, sum_type(g)), where, t.cast(g, sum_type(g))
+    return t.cast(t.op("ScatterElements", *terms, shape=dims(onto), axis=axis, reduction="add"), g.dtype)
+
+
+def sum_type(g: ir.Value) -> ir.DataType:
+    """Return the type in which a scatter adds values: float32 for 16 bits, which ONNX Runtime's CPU does not add."""
+    assert g.dtype is not None
+    return ir.DataType.FLOAT if g.dtype.bitwidth == 16 else g.dtype

@@ -8,9 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..constants import static
-from ..dims import Dims, dims
-from ..tape import Tape
-from .parts import place
+from ..dims import dims
+from .parts import place, scatter, sum_type
 from .registry import Grads, RuleInput, rule
 
 
@@ -55,13 +54,6 @@ def gather_elements(s: RuleInput) -> Grads:
     return {0: lambda: scatter(s.t, s.shape(), s.x(1), s.full, s.axis())}
 
 
-def scatter(t: Tape, shape: Dims, where: ir.Value, g: ir.Value, axis: int) -> ir.Value:
-    """Return zeros to which `g` is added at the indices along one axis."""
-    assert g.dtype is not None
-    zeros = t.zeros(shape, g.dtype)
-    return t.op("ScatterElements", zeros, where, g, shape=shape, axis=axis, reduction="add")
-
-
 @rule("ScatterElements")
 def scatter_elements(s: RuleInput) -> Grads:
     t, where, axis, reduction = s.t, s.x(1), s.axis(), s.attribute("reduction", "none")
@@ -99,9 +91,12 @@ def gather_nd(s: RuleInput) -> Grads:
     t = s.t
     if s.attribute("batch_dims"):
         s.refuse("batch_dims is not supported")
-    return {
-        0: lambda: t.op("ScatterND", t.zeros(s.shape(), s.dtype()), s.x(1), s.full, shape=s.shape(), reduction="add")
-    }
+
+    def gradient() -> ir.Value:
+        zeros, g = t.zeros(s.shape(), sum_type(s.full)), t.cast(s.full, sum_type(s.full))
+        return t.cast(t.op("ScatterND", zeros, s.x(1), g, shape=s.shape(), reduction="add"), s.dtype())
+
+    return {0: gradient}
 
 
 @rule("Gather")
@@ -269,10 +264,7 @@ def by_indices(s: RuleInput, ignored: int | None = None) -> ir.Value:
     attributes = {name: a.value for name, a in s.node.attributes.items()}
     rest = [None if slot == ignored else value for slot, value in enumerate(s.node.inputs) if slot]
     sent = t.op(s.node.op_type, numbers, *rest, shape=dims(s.y), **attributes)
-    made = t.op(
-        "ScatterElements", t.zeros((entries,), s.dtype()), t.reshape(sent, (rows,)), t.reshape(s.full, (rows,)),
-        shape=(entries,), axis=0, reduction="add",
-    )  # fmt: skip
+    made = scatter(t, (entries,), t.reshape(sent, (rows,)), t.reshape(s.full, (rows,)), 0)
     return t.reshape(made, shape)
 
 

@@ -13,6 +13,7 @@ from ..constants import static
 from ..convolutions import Geometry, input_gradient, unread
 from ..dims import dims, is_static
 from ..resizing import axis_matrix
+from .parts import scatter
 from .registry import Grads, RuleInput, rule
 from .rules_conv import geometry
 
@@ -34,11 +35,12 @@ def max_pool(s: RuleInput) -> Grads:
         where.shape, where.type = s.y.shape, ir.TensorType(ir.DataType.INT64)
         rows, entries = t.product(dims(s.y)), t.product(s.shape())
         apart = all(st >= e for st, e in zip(how.strides, how.extent, strict=True))
-        scattered = t.op(
-            "ScatterElements", t.zeros((entries,), s.dtype()), t.reshape(where, (rows,)), t.reshape(s.full, (rows,)),
-            shape=(entries,), axis=0, reduction="none" if apart else "add",
-        )  # fmt: skip
-        return t.reshape(scattered, s.shape())
+        sent, g = t.reshape(where, (rows,)), t.reshape(s.full, (rows,))
+        if not apart:
+            return t.reshape(scatter(t, (entries,), sent, g, 0), s.shape())
+        zeros = t.zeros((entries,), s.dtype())
+        alone = t.op("ScatterElements", zeros, sent, g, shape=(entries,), axis=0, reduction="none")
+        return t.reshape(alone, s.shape())
 
     return {0: gradient}
 

@@ -208,3 +208,36 @@ def test_an_ignored_target_where_the_first_class_is_impossible(ignored: int) -> 
     chosen = logits[np.arange(3), target[counts] - 1]
     np.testing.assert_allclose(made["loss"], (np.log(np.exp(logits).sum(1)) - chosen).mean(), rtol=1e-5)
     assert np.isfinite(made["grad.w"]).all()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        node("Gather", ["w", "at"], ["y"]),
+        node("GatherND", ["w", "at"], ["y"]),
+        node("GatherElements", ["w", "at"], ["y"]),
+        node("Tile", ["w", "at"], ["y"]),
+    ],
+    ids=["Gather", "GatherND", "GatherElements", "Tile"],
+)
+def test_sums_at_indices_run_in_half_precision(read: onnx.NodeProto) -> None:
+    """ONNX Runtime's CPU scatters numbers of 16 bits, but does not add them."""
+    at = np.array([3, 1]) if read.op_type == "Tile" else np.zeros((5, 1), np.int64)
+    nodes = [read, node("Mul", ["y", "x"], ["z"])]
+    model = file(nodes, {"x": [1]}, {"w": normal(4, 3).astype(np.float16), "at": at}, kind=HALF)
+    model.graph.node[-1].input[0] = "z"
+    made = runtime.outputs(
+        add_backward(model, wrt=["w"]), {"x": np.ones(1, np.float16), "w": np.zeros((4, 3), np.float16)}
+    )
+    assert float(made["grad.w"].astype(np.float32).sum()) == pytest.approx(1, rel=1e-2)
+
+
+def test_cross_entropy_runs_in_half_precision() -> None:
+    w = normal(3, 5).astype(np.float16)
+    model = file([node("MatMul", ["x", "w"], ["y"])], {"x": [4, 3]}, {"w": w}, kind=HALF, outputs=("y",))
+    del model.graph.node[-1]
+    feeds = {"x": normal(4, 3).astype(np.float16), "w": w, "target": np.array([0, 1, 2, 4])}
+    made = runtime.outputs(add_backward(model, "cross_entropy"), feeds)
+    x, logits = (value.astype(np.float32) for value in (feeds["x"], feeds["x"] @ w))
+    share = np.exp(logits) / np.exp(logits).sum(1, keepdims=True) - np.eye(5)[feeds["target"]]
+    np.testing.assert_allclose(made["grad.w"].astype(np.float32), x.T @ share / 4, rtol=1e-2, atol=5e-3)
