@@ -16,7 +16,7 @@ linear layer and cross entropy in parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +85,7 @@ def _parts(node: ir.Node, wanted: int | None) -> int:
         return 1
     x, matrix, made = node.inputs[0], node.inputs[1], node.outputs[0]
     flat = all(v is not None and v.shape is not None and v.shape.rank() == 2 for v in (x, matrix, made))
-    if not flat or x is None or number(node, "transA", 0):
+    if not flat or x is None or number(node, "transA", 0) or not _without_rows(node.inputs[2:]):
         return 1
     (rows, classes), depth = dims(made), dims(x)[1]
     if not (isinstance(classes, int) and isinstance(depth, int)) or made.dtype is None:
@@ -241,8 +241,13 @@ def _by_rows(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:
     if op in _PRODUCTS:
         x, matrix, *more = node.inputs
         plain = rank == 2 and x in inside and matrix not in inside and not number(node, "transA", 0)
-        return plain and all(v is None or len(dims(v)) < 2 or dims(v)[0] == 1 for v in more)
+        return plain and _without_rows(more)
     return False
+
+
+def _without_rows(added: Iterable[ir.Value | None]) -> bool:
+    """Return whether what a product adds is the same for all rows."""
+    return all(v is None or (v.shape is not None and (len(dims(v)) < 2 or dims(v)[0] == 1)) for v in added)
 
 
 def _folds(node: ir.Node, rows: Dim, inside: set[ir.Value]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 pytest.importorskip("torch")
@@ -12,6 +13,7 @@ pytest.importorskip("onnxscript")
 import torch
 import torch.nn.functional as F
 from onnx_remat.converters.autodiff import add_backward
+from onnx_remat.converters.passes.loss_in_parts import loss_in_parts
 from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds
 from torch import nn
 
@@ -216,3 +218,37 @@ def test_a_forward_file_gets_its_loss_in_parts():
     matrix = (rng.standard_normal((40_000, 64)) * 0.02).astype(np.float32)
     forward.graph.initializer.append(onnx.numpy_helper.from_array(matrix, "matrix"))
     assert parts(add_backward(forward, loss="cross_entropy")) == 8
+
+
+def linear(rows: int | str, bias: tuple[int, ...]) -> onnx.ModelProto:
+    """A step of five classes, in four parts, with a constant bias."""
+    rng = np.random.default_rng(0)
+    forward = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+        linear (float[{rows}, 4] x) => (float[{rows}, 5] logits) {{ logits = Gemm (x, w, b) }}""")
+    for name, shape in (("w", (4, 5)), ("b", bias)):
+        array = rng.standard_normal(shape).astype(np.float32)
+        forward.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return add_backward(forward, "cross_entropy", ["w"], check=False)
+
+
+def in_four_parts(step: onnx.ModelProto) -> onnx.ModelProto:
+    model = ir.from_proto(step)
+    loss_in_parts(model, wanted=4)
+    return ir.to_proto(model)
+
+
+def agree(step: onnx.ModelProto, divided: onnx.ModelProto, rows: int) -> None:
+    rng = np.random.default_rng(1)
+    feeds = {"x": rng.standard_normal((rows, 4)).astype(np.float32), "target": rng.integers(0, 5, rows)}
+    feeds["w"] = rng.standard_normal((4, 5)).astype(np.float32)
+    wanted, made = runtime.outputs(step, feeds), runtime.outputs(divided, feeds)
+    for name in wanted:
+        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bias", "count"), [((5,), 4), ((1, 5), 4), ((8, 5), 1), ((8, 1), 1)])
+def test_a_bias_with_rows_of_its_own_is_left_alone(bias, count):
+    step = linear(8, bias)
+    divided = in_four_parts(step)
+    assert parts(divided) == count
+    agree(step, divided, 8)
