@@ -291,7 +291,8 @@ def _divide(tape: Tape, region: _Region, count: int) -> None:
     read = {v: None for slots in rowed.values() for v in slots.values() if v not in own}
     last, lengths = region.nodes[-1], _lengths(region.rows, count)
     with tape.ahead_of(last, "forward"):
-        slices = {value: _split(tape, value, count, lengths) for value in read}
+        stated = _computed_lengths(tape, next(iter(read)), count) if lengths is None else tape.ints(*lengths)
+        slices = {value: _split(tape, value, count, stated, lengths) for value in read}
     parts: list[Mapping[ir.Value, ir.Value]] = []
     so_far: dict[ir.Value, ir.Value] = {}
     for part in range(count):
@@ -336,12 +337,19 @@ def _lengths(rows: Dim, count: int) -> list[int] | None:
     return [rows // count + (part < rows % count) for part in range(count)]
 
 
-def _split(tape: Tape, value: ir.Value, count: int, lengths: list[int] | None) -> tuple[ir.Value, ...]:
+def _computed_lengths(tape: Tape, value: ir.Value, count: int) -> ir.Value:
+    """Append the computation of the parts' lengths; a Split into a number of parts fails where some would be empty."""
+    rows = tape.op("Shape", value, shape=(1,), dtype=ir.DataType.INT64, start=0, end=1)
+    ends, begins = (
+        tape.op("Div", tape.mul(rows, tape.ints(*range(first, first + count))), tape.ints(count), shape=(count,))
+        for first in (1, 0)
+    )
+    return tape.sub(ends, begins)
+
+
+def _split(tape: Tape, value: ir.Value, count: int, sizes: ir.Value, lengths: list[int] | None) -> tuple[ir.Value, ...]:
     """Append a Split of a value's rows."""
-    if lengths is None:
-        made = tape.many("Split", value, outputs=count, axis=0, num_outputs=count)
-    else:
-        made = tape.many("Split", value, tape.constant(np.array(lengths)), outputs=count, axis=0)
+    made = tape.many("Split", value, sizes, outputs=count, axis=0)
     for part, piece in enumerate(made):
         piece.shape = ir.Shape([None if lengths is None else lengths[part], *dims(value)[1:]])
         piece.type = value.type

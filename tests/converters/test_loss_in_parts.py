@@ -252,3 +252,11 @@ def test_a_bias_with_rows_of_its_own_is_left_alone(bias, count):
     divided = in_four_parts(step)
     assert parts(divided) == count
     agree(step, divided, 8)
+
+
+def test_an_open_batch_need_not_divide_into_parts():
+    step = linear("n", (5,))
+    divided = in_four_parts(step)
+    assert parts(divided) == 4
+    for rows in (8, 5, 3, 1):
+        agree(step, divided, rows)
