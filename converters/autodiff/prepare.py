@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -259,18 +259,13 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
     UsageError
         A name matches nothing, or an integer.
     """
-    known = [*(str(value.name) for value in graph.inputs), *(name for name, _ in initial_values(graph))]
-    if unknown := next((p for p in frozen if not any(_matches(name, [p]) for name in known)), None):
-        raise UsageError(f"frozen: no input or initializer is called {unknown!r}{did_you_mean(unknown, known)}")
+    candidates = {str(value.name): value for value in graph.inputs} | dict(initial_values(graph))
+    held = _frozen(candidates, frozen)
     if wrt is None:
-        chosen = [value for _, value in initial_values(graph) if _is_weight(value)]
-        return [v for v in chosen if not _matches(str(v.name), frozen)]
-    inputs = {str(value.name): value for value in graph.inputs}
-    candidates = inputs | dict(initial_values(graph))
+        return [value for name, value in initial_values(graph) if name not in held and _is_weight(value)]
     found: dict[str, ir.Value] = {}
     for pattern in wrt:
-        exact = pattern in candidates
-        names = [pattern] if exact else [n for n in candidates if fnmatch.fnmatchcase(n, pattern)]
+        exact, names = pattern in candidates, _matching(pattern, candidates)
         if not names:
             hint = did_you_mean(pattern, candidates)
             raise UsageError(f"wrt: no input or initializer is called {pattern!r}{hint}")
@@ -280,11 +275,23 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
                 found[name] = candidates[name]
             elif exact:
                 raise UsageError(f"wrt: {name!r} is {dtype}, and only floating point has gradients: leave it out")
-    return [value for name, value in found.items() if not _matches(name, frozen)]
+    return [value for name, value in found.items() if name not in held]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _frozen(known: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names that are frozen; raise UsageError for a pattern that matches none."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = _matching(pattern, known)
+        if not matched:
+            raise UsageError(f"frozen: no input or initializer is called {pattern!r}{did_you_mean(pattern, known)}")
+        found.update(matched)
+    return found
+
+
+def _matching(pattern: str, known: Collection[str]) -> list[str]:
+    """Return the name that a text is, or the names that match it as a pattern: names of parameters contain brackets."""
+    return [pattern] if pattern in known else [name for name in known if fnmatch.fnmatchcase(name, pattern)]
 
 
 def _is_weight(value: ir.Value) -> bool:

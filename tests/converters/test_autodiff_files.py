@@ -241,3 +241,11 @@ def test_cross_entropy_runs_in_half_precision() -> None:
     x, logits = (value.astype(np.float32) for value in (feeds["x"], feeds["x"] @ w))
     share = np.exp(logits) / np.exp(logits).sum(1, keepdims=True) - np.eye(5)[feeds["target"]]
     np.testing.assert_allclose(made["grad.w"].astype(np.float32), x.T @ share / 4, rtol=1e-2, atol=5e-3)
+
+
+def test_a_frozen_name_with_brackets_is_that_name() -> None:
+    """As a pattern, w[0] is w0."""
+    nodes = [node("Mul", ["x", "w[0]"], ["a"]), node("Mul", ["a", "w0"], ["y"])]
+    model = file(nodes, {"x": [2, 3]}, {"w[0]": normal(2, 3), "w0": normal(2, 3)})
+    step = add_backward(model, frozen=["w[0]"])
+    assert [value.name for value in step.graph.output] == ["loss", "grad.w0"]
