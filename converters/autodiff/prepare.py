@@ -64,9 +64,11 @@ def load(source: Source) -> ir.Model:
         _check(proto)
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
-            if standard < _STATES_COORDINATES:
-                _state_coordinates(proto)
+        if standard < _STATES_COORDINATES:
+            proto = onnx.shape_inference.infer_shapes(proto)  # scales may follow from shapes
         model = ir.from_proto(_expanded(proto))
+        if standard < _STATES_COORDINATES:
+            _state_coordinates(model.graph)
     except OnnxRematError:
         raise
     except Exception as error:
@@ -139,27 +141,53 @@ _STATES_COORDINATES = 11
 """Opset from which Resize has attributes for its coordinates."""
 
 
-def _state_coordinates(proto: onnx.ModelProto) -> None:
+def _state_coordinates(graph: ir.Graph) -> None:
     """Give each Resize the coordinates of earlier opsets, which onnx's converter leaves at another default.
 
-    ONNX Runtime rounds them up where it makes an image smaller, else down.
+    ONNX Runtime rounds them up along axes that become smaller, else down.
+
+    Raises
+    ------
+    ConversionError
+        The scales of such a node follow from the run.
     """
-    known = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    known |= {
-        node.output[0]: onnx.numpy_helper.to_array(each.t)
-        for node in proto.graph.node
-        if node.op_type == "Constant"
-        for each in node.attribute
-        if each.name == "value"
-    }
-    for node in proto.graph.node:
-        if node.op_type == "Resize" and not any(
-            each.name == "coordinate_transformation_mode" for each in node.attribute
-        ):
-            scales = known.get(node.input[2]) if len(node.input) > 2 else None
-            smaller = scales is not None and bool((scales < 1).any())
-            stated = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "ceil" if smaller else "floor"}
-            node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in stated.items())
+    for node in list(graph):
+        if node.op_type != "Resize" or node.domain or "coordinate_transformation_mode" in node.attributes:
+            continue
+        node.attributes["coordinate_transformation_mode"] = ir.AttrString(
+            "coordinate_transformation_mode", "asymmetric"
+        )
+        if "mode" in node.attributes and node.attributes["mode"].as_string() != "nearest":
+            continue
+        given = node.inputs[2] if len(node.inputs) > 2 else None
+        scales = static(given) if given is not None else None
+        if scales is None:
+            raise ConversionError(
+                f"node {node.name or node.outputs[0].name!r} (Resize): its scales are unknown before the run, and with "
+                "them how it rounds coordinates: convert the model to opset 11"
+            )
+        if (scales < 1).any() and (scales > 1).any():
+            _enlarge_first(node, scales)
+        node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if (scales < 1).any() else "floor")
+
+
+def _enlarge_first(node: ir.Node, scales: np.ndarray) -> None:
+    """Divide a Resize in two: another one before it enlarges axes, and it makes the others smaller."""
+    graph, name = node.graph, f"{node.outputs[0].name}.enlarged"
+    assert isinstance(graph, ir.Graph)
+    factors = [
+        ir.Value(name=f"{name}.{what}", const_value=ir.tensor(each.astype(scales.dtype)))
+        for what, each in (("scales", np.maximum(scales, 1)), ("rest", np.minimum(scales, 1)))
+    ]
+    for value in factors:
+        value.shape, value.type = ir.Shape(scales.shape), ir.TensorType(ir.tensor(scales).dtype)
+        graph.register_initializer(value)
+    made = ir.node("Resize", [node.inputs[0], None, factors[0]], dict(node.attributes), name=name)
+    made.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "floor")
+    made.outputs[0].name = name
+    graph.insert_before(node, made)
+    node.replace_input_with(0, made.outputs[0])
+    node.replace_input_with(2, factors[1])
 
 
 def _aligned(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:

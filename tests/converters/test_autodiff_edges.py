@@ -215,10 +215,10 @@ def test_losses_of_each_target_that_are_weighed_by_their_place(weighted):
     np.testing.assert_allclose(found["grad.w"], theirs.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [2.0, 1.5, 0.5])
+@pytest.mark.parametrize("scale", [(2.0, 2.0), (1.5, 1.5), (0.5, 0.5), (0.6, 2.0)])
 @pytest.mark.parametrize("mode", ["linear", "nearest"])
 def test_images_of_an_old_opset_are_resized_as_onnxruntime_resizes_them(mode, scale):
-    scales = np.array([1, 1, scale, scale], np.float32)
+    scales = np.array([1, 1, *scale], np.float32)
     nodes = [
         node("Mul", ["x", "w"], ["h"]), node("Resize", ["h", "scales"], ["r"], mode=mode),
         node("Mul", ["r", "r"], ["q"]), node("ReduceMean", ["q"], ["y"], keepdims=0),
@@ -227,6 +227,22 @@ def test_images_of_an_old_opset_are_resized_as_onnxruntime_resizes_them(mode, sc
     given = forward(nodes, {"x": [1, 2, 4, 4]}, {"w": w, "scales": scales}, opset=10)
     (wanted,) = run_model(given, {"x": x}, "disable")
     np.testing.assert_allclose(outputs_of(step_of(given), {"x": x}, {"w": w})["loss"], wanted, rtol=1e-5)
+
+
+def test_computed_scales_of_an_old_opset_are_folded_or_refused():
+    nodes = [
+        node("Mul", ["x", "w"], ["h"]), node("Mul", ["scales", "half"], ["computed"]),
+        node("Resize", ["h", "computed"], ["r"]), node("Mul", ["r", "r"], ["q"]),
+        node("ReduceMean", ["q"], ["y"], keepdims=0),
+    ]  # fmt: skip
+    w, x = RNG.standard_normal((1, 2, 1, 1), np.float32), RNG.standard_normal((1, 2, 5, 5), np.float32)
+    scales, half = np.array([2, 2, 1.2, 1.2], np.float32), np.float32(0.5)
+    given = forward(nodes, {"x": [1, 2, 5, 5]}, {"w": w, "scales": scales, "half": half}, opset=10)
+    (wanted,) = run_model(given, {"x": x}, "disable")
+    np.testing.assert_allclose(outputs_of(step_of(given), {"x": x}, {"w": w})["loss"], wanted, rtol=1e-5)
+    fed = forward(nodes, {"x": [1, 2, 5, 5], "scales": [4]}, {"w": w, "half": half}, opset=10)
+    with pytest.raises(ConversionError, match=r"node 'r' \(Resize\): its scales are unknown before the run"):
+        step_of(fed)
 
 
 def test_a_resize_to_the_same_size_moves_entries():
