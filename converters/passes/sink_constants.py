@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..dims import dims, is_static
+from ..values import constant
 from .after_loss import AfterLoss
 from .base import Fact, rewrite
 
@@ -40,7 +41,10 @@ def sink_constants(model: ir.Model) -> None:
             with tape.ahead_of(after.nodes[0], "backward"):
                 number = tape.cast(never, dtype)
                 made[key] = number if not fill else tape.add(number, tape.constant(fill))
-        shape = tape.ints(*(int(d) for d in dims(node.outputs[0]))) if node.op_type != "Expand" else node.inputs[1]
+        wanted = tuple(int(d) for d in dims(node.outputs[0]))
+        given = constant(node.inputs[1]) if node.op_type == "Expand" else None
+        # An Expand keeps leading axes of its input that its shape does not state; the number here has none.
+        shape = node.inputs[1] if given is not None and tuple(given) == wanted else tape.ints(*wanted)
         node.op_type = "Expand"
         node.attributes.clear()
         node.resize_inputs(2)

@@ -117,3 +117,17 @@ def test_sunk_constants_keep_their_numbers_and_those_that_no_kernel_adds_stay(fi
     assert any(node.op_type == "Xor" for node in model.graph) == sunk
     found = runtime.outputs(ir.to_proto(model), {"x": np.ones(3, np.float32)})["large"]
     assert found.dtype == fill.dtype and (found == fill).all()
+
+
+def test_sunk_constants_keep_axes_that_the_shape_of_an_expand_does_not_state():
+    info = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("ReduceSum", ["x"], ["loss"], keepdims=0),
+         onnx.helper.make_node("Expand", ["fill", "shape"], ["large"])],
+        "g", [info("x", 1, [3])], [info("loss", 1, []), info("large", 1, [1, 5000])],
+        [onnx.numpy_helper.from_array(np.ones((1, 1), np.float32), "fill"),
+         onnx.numpy_helper.from_array(np.array([5000]), "shape")],
+    )  # fmt: skip
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9))
+    sink_constants(model)
+    assert runtime.outputs(ir.to_proto(model), {"x": np.ones(3, np.float32)})["large"].shape == (1, 5000)
