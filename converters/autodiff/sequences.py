@@ -42,9 +42,9 @@ def unpack_sequences(graph: ir.Graph) -> bool:
             value.name, value.type = f"{node.name}.part.{index}", source.type
         for use, place in zip(uses, places, strict=True):
             assert place is not None
-            part, taken = split.outputs[int(place)], use.node.outputs[0]
-            taken.replace_all_uses_with(part, replace_graph_outputs=True)
-            graph.remove(use.node, safe=True)
+            use.node.op_type = "Identity"  # its result may be an output, which keeps its name
+            use.node.resize_inputs(1)
+            use.node.replace_input_with(0, split.outputs[int(place)])
         graph.remove(node, safe=True)
         found = True
     return found

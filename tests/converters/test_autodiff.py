@@ -232,6 +232,19 @@ def test_sequences_that_are_only_split_become_splits() -> None:
     assert made["loss"] == pytest.approx(np.mean((h[:, :2] * h[:, 2:]) ** 2), rel=1e-5)
 
 
+def test_parts_of_a_sequence_that_are_outputs_keep_their_names() -> None:
+    places = {"two": np.asarray(2), "first": np.asarray(0), "last": np.asarray(-1)}
+    text = "h = MatMul(x, w0)\ns = SplitToSequence(h, two) axis=1\na = SequenceAt(s, first)\nb = SequenceAt(s, last)"
+    forward = model(text + "\nc = SequenceAt(s, last)\ny = Mul(a, b)", weights((3, 4)) | places, outputs=tuple("yabc"))
+    step = add_backward(forward, MeanSquaredError("a"), keep=["b", "c"])
+    assert [value.name for value in step.graph.output] == ["loss", "grad.w0", "b", "c"]
+    w, x = weights((3, 4))["w0"], np.ones((4, 3), np.float32)
+    made = runtime.outputs(step, {"w0": w, "x": x, "target": np.zeros((4, 2), np.float32)})
+    assert made["loss"] == pytest.approx(np.mean((x @ w)[:, :2] ** 2), rel=1e-5)
+    for name in ("b", "c"):
+        np.testing.assert_allclose(made[name], (x @ w)[:, 2:], rtol=1e-5)
+
+
 RATES = [optimizers.SGD(lr=0.1), optimizers.SGD(lr=0.1, momentum=0.9), optimizers.AdamW(lr=0.01)]
 
 
