@@ -59,6 +59,8 @@ def load(source: Source) -> ir.Model:
             proto = onnx.inliner.inline_local_functions(proto)
         for node in proto.graph.node:
             _check_known(node)
+        for sparse in proto.graph.sparse_initializer:  # onnx_ir would leave it out
+            raise ConversionError(f"initializer {sparse.values.name!r} is sparse: store it as a dense tensor")
         standard = opset_of(proto)
         proto = _by_definition(proto, standard)
         _check(proto)

@@ -249,3 +249,11 @@ def test_a_frozen_name_with_brackets_is_that_name() -> None:
     model = file(nodes, {"x": [2, 3]}, {"w[0]": normal(2, 3), "w0": normal(2, 3)})
     step = add_backward(model, frozen=["w[0]"])
     assert [value.name for value in step.graph.output] == ["loss", "grad.w0"]
+
+
+def test_a_sparse_initializer_is_refused_by_name() -> None:
+    model = file([node("Mul", ["x", "w"], ["a"]), node("Mul", ["a", "k"], ["y"])], {"x": [3]}, {"w": normal(3)})
+    entries, where = (helper.make_tensor(name, kind, [1], [1]) for name, kind in (("k", 1), ("", TensorProto.INT64)))
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(entries, where, [3]))
+    with pytest.raises(ConversionError, match="initializer 'k' is sparse: store it as a dense tensor"):
+        add_backward(model)
