@@ -96,6 +96,7 @@ def add_backward(
         An op between a parameter and the loss has no gradient rule (the message names op and node), there is no scalar
         loss, the loss depends on no parameter, or the gradients fail the check.
     """
+    wrt, frozen, keep = None if wrt is None else _names(wrt), _names(frozen), _names(keep)
     model = prepare.load(forward_model)
     if training:
         prepare.into_training(model.graph)
@@ -153,6 +154,11 @@ def add_backward(
     if found is not None:
         finite_differences.record(plain, found)
     return plain
+
+
+def _names(given: Sequence[str]) -> Sequence[str]:
+    """Return the names of an argument; a text is one name, not a sequence of letters."""
+    return [given] if isinstance(given, str) else given
 
 
 def _kept(graph: ir.Graph, loss: ir.Value, keep: Sequence[str]) -> dict[str, ir.Value]:

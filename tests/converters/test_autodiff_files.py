@@ -162,6 +162,11 @@ def test_outputs_to_keep() -> None:
     assert [value.name for value in kept.graph.output] == ["loss", "grad.w", "y"]
     with pytest.raises(UsageError, match="keep: the model has no output 'z'"):
         add_backward(model, keep=["z"])
+    assert [value.name for value in add_backward(model, wrt="w", keep="y").graph.output] == ["loss", "grad.w", "y"]
+    with pytest.raises(UsageError, match="all parameters are frozen"):
+        add_backward(model, frozen="w")
+    with pytest.raises(UsageError, match="wrt: no input or initializer is called 'wy'"):
+        add_backward(model, wrt="wy")
     other = file(
         [node("Mul", ["x", "w"], ["y"]), node("Neg", ["y"], ["grad.w"])], {"x": [2, 3]}, {"w": normal(2, 3)},
         outputs=("loss", "grad.w"),
