@@ -475,7 +475,19 @@ _RATIO = 0.5
 
 
 def into_training(graph: ir.Graph) -> None:
-    """Set every Dropout and every BatchNormalization to training mode, in place."""
+    """Set every Dropout and every BatchNormalization to training mode, in place.
+
+    Raises
+    ------
+    ConversionError
+        A body contains one: statistics of a branch that may not run have no new value.
+    """
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        if node.graph is not graph and node.op_type in ("Dropout", "BatchNormalization"):
+            name = node.name or node.outputs[0].name
+            raise ConversionError(
+                f"node {name!r} ({node.op_type}) is in a body, whose training mode stays as it is: move it out of there"
+            )
     for node in graph:
         if node.op_type == "Dropout":
             yes = ir.Value(name=f"{node.name}.training", const_value=ir.tensor(np.asarray(True)))

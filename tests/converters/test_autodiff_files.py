@@ -262,3 +262,17 @@ def test_a_sparse_initializer_is_refused_by_name() -> None:
     model.graph.sparse_initializer.append(helper.make_sparse_tensor(entries, where, [3]))
     with pytest.raises(ConversionError, match="initializer 'k' is sparse: store it as a dense tensor"):
         add_backward(model)
+
+
+def test_training_mode_refuses_a_dropout_in_a_body() -> None:
+    dropout = helper.make_graph(
+        [node("Dropout", ["a"], ["dropped"])], "then", [], [helper.make_tensor_value_info("dropped", 1, None)]
+    )
+    same = helper.make_graph(
+        [node("Identity", ["a"], ["same"])], "else", [], [helper.make_tensor_value_info("same", 1, None)]
+    )
+    choice = node("If", ["train"], ["y"], then_branch=dropout, else_branch=same)
+    weights = {"w": normal(3), "train": np.array(True)}
+    model = file([node("Mul", ["x", "w"], ["a"]), choice], {"x": [3]}, weights)
+    with pytest.raises(ConversionError, match=r"node 'dropped' \(Dropout\) is in a body"):
+        add_backward(model, training=True, check=False)
