@@ -24,7 +24,7 @@ _BROADCASTING = {
     "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
 }  # fmt: skip
 _RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
-_APART = "onnx_remat.draw"
+_APART = "onnx_remat.apart"
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
@@ -58,13 +58,19 @@ def simplify(model: ir.Model) -> None:
             change(node)
     common.RemoveUnusedNodesPass()(model)
     common.DeduplicateInitializersPass()(model)
-    draws = [node for node in model.graph if semantics(node.domain, node.op_type).random]
-    for index, node in enumerate(draws):  # the pass below would merge two equal draws
+    apart = [node for node in model.graph if _counts_each_time(node)]
+    for index, node in enumerate(apart):  # the pass below would merge two equal ones
         node.attributes[_APART] = ir.AttrInt64(_APART, index)
     common.CommonSubexpressionEliminationPass()(model)
-    for node in draws:
+    for node in apart:
         del node.attributes[_APART]
     common.RemoveUnusedNodesPass()(model)
+
+
+def _counts_each_time(node: ir.Node) -> bool:
+    """Return whether a second run of a node on the same input differs: a draw, or an update of running statistics."""
+    trains = "training_mode" in node.attributes and bool(node.attributes["training_mode"].as_int())
+    return trains or semantics(node.domain, node.op_type).random
 
 
 def _count(node: ir.Node) -> None:

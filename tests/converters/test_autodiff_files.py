@@ -276,3 +276,25 @@ def test_training_mode_refuses_a_dropout_in_a_body() -> None:
     model = file([node("Mul", ["x", "w"], ["a"]), choice], {"x": [3]}, weights)
     with pytest.raises(ConversionError, match=r"node 'dropped' \(Dropout\) is in a body"):
         add_backward(model, training=True, check=False)
+
+
+NORMALIZED = {"s": np.ones(3, np.float32), "b": np.ones(3, np.float32), "m": np.zeros(3, np.float32),
+              "v": np.ones(3, np.float32)}  # fmt: skip
+
+
+def normalize(*outputs: str) -> onnx.NodeProto:
+    return node("BatchNormalization", ["a", "s", "b", "m", "v"], list(outputs), training_mode=1)
+
+
+def test_equal_normalizations_each_update_the_statistics() -> None:
+    nodes = [
+        node("Mul", ["x", "w"], ["a"]),
+        normalize("p", "", ""),
+        normalize("q", "", ""),
+        node("Add", ["p", "q"], ["c"]),
+        node("Mul", ["c", "t"], ["y"]),
+    ]
+    step = add_backward(file(nodes, {"x": [4, 3, 5], "t": [4, 3, 5]}, NORMALIZED | {"w": normal(4, 3, 5)}), wrt=["w"])
+    ones = np.ones((4, 3, 5), np.float32)
+    made = runtime.outputs(step, {"x": ones, "w": ones, "t": ones, "m": NORMALIZED["m"], "v": NORMALIZED["v"]})
+    np.testing.assert_allclose(made["new.m"], 0.9 * 0.1 + 0.1, rtol=1e-5)
