@@ -123,8 +123,10 @@ def add_backward(
     with tape.labelled("forward"):
         scalar, targets = _loss(tape, graph, loss)
     kept = _kept(graph, scalar, keep)
-    graph.outputs[:] = [scalar]
+    graph.outputs[:] = [scalar, *kept.values()]
     after = prepare.use_batch_statistics(tape, graph)
+    kept = dict(zip(kept, graph.outputs[1:], strict=True))  # statistics are computed by other nodes now
+    graph.outputs[:] = graph.outputs[:1]
     parameters = [inputs[name] for name in parameter_names]
     adjoints = differentiate(graph, tape, scalar, parameters, convention)
     for node in filter(is_stopped, graph):

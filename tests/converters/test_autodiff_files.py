@@ -298,3 +298,13 @@ def test_equal_normalizations_each_update_the_statistics() -> None:
     ones = np.ones((4, 3, 5), np.float32)
     made = runtime.outputs(step, {"x": ones, "w": ones, "t": ones, "m": NORMALIZED["m"], "v": NORMALIZED["v"]})
     np.testing.assert_allclose(made["new.m"], 0.9 * 0.1 + 0.1, rtol=1e-5)
+
+
+def test_new_statistics_are_outputs_to_keep() -> None:
+    nodes = [node("Mul", ["x", "w"], ["a"]), normalize("y", "mean", "")]
+    model = file(nodes, {"x": [4, 3, 5]}, NORMALIZED | {"w": normal(4, 3, 5)}, outputs=("loss", "mean"))
+    step = add_backward(model, wrt=["w"], keep=["mean"], check=False)
+    feeds = {"x": normal(4, 3, 5), "w": normal(4, 3, 5), "m": NORMALIZED["m"], "v": NORMALIZED["v"]}
+    made = runtime.outputs(step, feeds)
+    assert list(made) == ["loss", "grad.w", "new.m", "new.v", "mean"]
+    np.testing.assert_array_equal(made["mean"], made["new.m"])
