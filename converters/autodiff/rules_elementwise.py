@@ -264,15 +264,18 @@ def _swish(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
 
 
 def _gelu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    tanh = s.attribute("approximate") == "tanh"
+    if tanh and s.dtype().bitwidth == 16:  # powers of x overflow in it, and inf times 0 is NaN
+        x = t.cast(x, ir.DataType.FLOAT)
     half = t.scalar(0.5, x)
-    if s.attribute("approximate") == "tanh":
+    if tanh:
         root, cubic = math.sqrt(2 / math.pi), 0.044715
         square = t.mul(x, x)
         inner = t.mul(x, t.add(t.mul(square, root * cubic), t.scalar(root, x)))
         bend = t.unary("Tanh", inner)
         slope = t.add(t.mul(square, 1.5 * root * cubic), t.scalar(0.5 * root, x))
         tail = t.mul(t.mul(x, slope), _one_minus_square(t, bend))
-        return t.add(t.add(t.mul(bend, 0.5), half), tail)
+        return t.cast(t.add(t.add(t.mul(bend, 0.5), half), tail), s.dtype())
     cumulative = t.add(t.mul(t.unary("Erf", t.mul(x, math.sqrt(0.5))), 0.5), half)
     density = t.unary("Exp", t.mul(t.mul(x, x), -0.5))
     return t.add(cumulative, t.mul(t.mul(x, 1 / math.sqrt(2 * math.pi)), density))

@@ -308,3 +308,18 @@ def test_new_statistics_are_outputs_to_keep() -> None:
     made = runtime.outputs(step, feeds)
     assert list(made) == ["loss", "grad.w", "new.m", "new.v", "mean"]
     np.testing.assert_array_equal(made["mean"], made["new.m"])
+
+
+def test_the_slope_of_a_gelu_of_large_numbers_in_half_precision() -> None:
+    """ONNX's reference rounds each result, see above."""
+    nodes = [
+        node("Mul", ["x", "w"], ["a"]),
+        node("Gelu", ["a"], ["g"], approximate="tanh"),
+        node("Mul", ["g", "t"], ["y"]),
+    ]
+    model = file(nodes, {"x": [4], "t": [4]}, {"w": np.ones(4, np.float16)}, kind=HALF)
+    feeds = {"x": np.array([1, 107, -300, 1000], np.float16), "t": 4 * np.ones(4, np.float16)}
+    (made,) = ReferenceEvaluator(add_backward(model, check=False)).run(
+        ["grad.w"], feeds | {"w": np.ones(4, np.float16)}
+    )
+    np.testing.assert_allclose(made, [1.083, 107, 0, 1000], rtol=2e-3)
