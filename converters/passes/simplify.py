@@ -340,11 +340,17 @@ def _fill(node: ir.Node) -> ir.Value:
     """Return a constant with the number that a ConstantOfShape repeats."""
     assert node.graph is not None
     value = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
-    made = ir.Value(name=f"{node.outputs[0].name}.fill", const_value=ir.tensor(value.reshape(())))
-    made.shape, made.type = ir.Shape([]), node.outputs[0].type
-    if made.name not in node.graph.initializers:
+    number, stored, name = value.reshape(()), node.graph.initializers, f"{node.outputs[0].name}.fill"
+    while (known := constant(stored.get(name))) is not None and not _same(known, number):
+        name += "'"  # a constant of the model
+    if known is None:
+        made = ir.Value(name=name, const_value=ir.tensor(number), shape=ir.Shape([]), type=node.outputs[0].type)
         node.graph.register_initializer(made)
-    return node.graph.initializers[str(made.name)]
+    return stored[name]
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def _broadcast(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:

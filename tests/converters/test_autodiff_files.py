@@ -323,3 +323,12 @@ def test_the_slope_of_a_gelu_of_large_numbers_in_half_precision() -> None:
         ["grad.w"], feeds | {"w": np.ones(4, np.float16)}
     )
     np.testing.assert_allclose(made, [1.083, 107, 0, 1000], rtol=2e-3)
+
+
+def test_a_constant_with_the_name_that_a_simpler_one_would_get() -> None:
+    fill = node("ConstantOfShape", ["size"], ["c"], value=helper.make_tensor("value", 1, [1], [2.0]))
+    products = [node("Mul", ["x", "w"], ["a"]), node("Mul", ["a", "c"], ["b"]), node("Mul", ["b", "c.fill"], ["y"])]
+    nodes = [node("Shape", ["x"], ["size"]), fill, *products]
+    model = file(nodes, {"x": ["n", 3]}, {"w": normal(3), "c.fill": np.asarray(5, np.float32)})
+    ones = {"x": np.ones((2, 3), np.float32), "w": np.ones(3, np.float32)}
+    assert runtime.outputs(add_backward(model, wrt=["w"]), ones)["loss"] == pytest.approx(10)
