@@ -374,7 +374,8 @@ def widened(source: ir.Model, to: ir.DataType) -> onnx.ModelProto:
     narrow = halves if to == ir.DataType.FLOAT else [*halves, ir.DataType.FLOAT]
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     made = [v for node in nodes for v in node.outputs]
-    for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
+    stored = [v for graph in model.graphs() for v in graph.initializers.values()]
+    for value in (*model.graph.inputs, *stored, *made):
         if value.dtype in narrow:
             value.type = ir.TensorType(to)
         if value.const_value is not None and value.const_value.dtype in narrow:

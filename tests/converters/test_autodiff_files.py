@@ -332,3 +332,15 @@ def test_a_constant_with_the_name_that_a_simpler_one_would_get() -> None:
     model = file(nodes, {"x": ["n", 3]}, {"w": normal(3), "c.fill": np.asarray(5, np.float32)})
     ones = {"x": np.ones((2, 3), np.float32), "w": np.ones(3, np.float32)}
     assert runtime.outputs(add_backward(model, wrt=["w"]), ones)["loss"] == pytest.approx(10)
+
+
+def test_the_check_computes_constants_of_a_body_in_float64_too() -> None:
+    def branch(nodes: list[onnx.NodeProto]) -> onnx.GraphProto:
+        return helper.make_graph(nodes, "branch", [], [helper.make_tensor_value_info(nodes[-1].output[0], 1, [3])])
+
+    then = branch([node("Constant", [], ["half"], value_float=0.5), node("Mul", ["a", "half"], ["h"])])
+    choice = node("If", ["some"], ["c"], then_branch=then, else_branch=branch([node("Exp", ["a"], ["e"])]))
+    nodes = [node("Abs", ["x"], ["a"]), choice, node("Mul", ["c", "w"], ["y"])]
+    model = file(nodes, {"x": [3]}, {"w": normal(3)})
+    model.graph.input.append(helper.make_tensor_value_info("some", TensorProto.BOOL, []))
+    assert add_backward(model, example_inputs={"some": np.array(True)})
