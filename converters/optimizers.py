@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_remat.errors import UsageError
+from onnx_remat.messages import Setting
 
 from . import names
 from .emit import Emitter
@@ -185,6 +186,10 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
     for name, optimizer in optimizers.items():
         parameter, gradient = inputs[name], gradients[names.gradient(name)]
         assert parameter.shape is not None and parameter.dtype is not None
+        if not parameter.shape.is_static():
+            raise UsageError(
+                "parameter {!r} has an open size, and so has its state: fix it with {}", name, Setting("dims")
+            )
         state: State = {}
         for slot, shape in optimizer.slots(parameter.shape.numpy()).items():
             # torch counts steps in float32 whatever the parameter's dtype

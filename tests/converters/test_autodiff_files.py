@@ -344,3 +344,9 @@ def test_the_check_computes_constants_of_a_body_in_float64_too() -> None:
     model = file(nodes, {"x": [3]}, {"w": normal(3)})
     model.graph.input.append(helper.make_tensor_value_info("some", TensorProto.BOOL, []))
     assert add_backward(model, example_inputs={"some": np.array(True)})
+
+
+def test_an_optimizer_of_an_open_size_is_refused_by_name() -> None:
+    model = file([node("Mul", ["x", "w"], ["y"])], {"x": ["n", 3]}, {"w": normal(3)})
+    with pytest.raises(UsageError, match="parameter 'x' has an open size"):
+        add_backward(model, wrt=["x"], optimizer=SGD(0.1), check=False)
