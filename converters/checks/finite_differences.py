@@ -340,6 +340,12 @@ def make_feeds(
     given = {n: _varied(v, rng) if n not in example_inputs else v for n, v in {**values, **example_inputs}.items()}
     sizes: dict[str, int] = {}
     for value in step.graph.input:
+        if not value.type.HasField("tensor_type"):
+            raise ConversionError(
+                "the check makes tensors, and input {!r} is none: leave it out with {}",
+                value.name,
+                Setting("check", False),
+            )
         for i, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_param and value.name in given:
                 sizes[dim.dim_param] = given[value.name].shape[i]

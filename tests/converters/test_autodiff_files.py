@@ -350,3 +350,11 @@ def test_an_optimizer_of_an_open_size_is_refused_by_name() -> None:
     model = file([node("Mul", ["x", "w"], ["y"])], {"x": ["n", 3]}, {"w": normal(3)})
     with pytest.raises(UsageError, match="parameter 'x' has an open size"):
         add_backward(model, wrt=["x"], optimizer=SGD(0.1), check=False)
+
+
+def test_the_check_refuses_a_sequence_by_name() -> None:
+    model = file([node("SequenceAt", ["s", "first"], ["x"]), node("Mul", ["x", "w"], ["y"])], {}, {"w": normal(3)})
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "first"))
+    model.graph.input.append(helper.make_tensor_sequence_value_info("s", 1, [3]))
+    with pytest.raises(ConversionError, match="the check makes tensors, and input 's' is none"):
+        add_backward(model, wrt=["w"])
