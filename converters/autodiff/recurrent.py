@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_remat.errors import ConversionError
 from onnx_remat.messages import Message, Setting
 
+from ..constants import static
 from ..dims import Dims, dims
 from ..tape import Tape
 from ..values import replace
@@ -117,14 +118,17 @@ def _unroll(t: Tape, node: ir.Node) -> None:
     assert x is not None
     length, batch, _ = dims(x)
     w, r, b, lengths, h0, c0, peepholes = (*node.inputs, *[None] * 7)[1:8]
+    ends = static(lengths) if lengths is not None else None
+    whole = lengths is None or (ends is not None and bool((ends == length).all()))
     directions = {"forward": [1], "reverse": [-1], "bidirectional": [1, -1]}[options.get("direction", "forward")]
     wanted = list(_ACTIVATIONS[node.op_type]) * len(directions)
     given = list(options.get("activations", wanted))
     known = given == wanted or (node.op_type == "RNN" and all(name in ("Tanh", "Relu", "Sigmoid") for name in given))
     rare = {
         Message("its length must be known: fix it with {}", Setting("dims")): not isinstance(length, int),
+        "its sequences are empty": length == 0,
         "it has no attribute hidden_size": "hidden_size" not in options and (r is None or isinstance(dims(r)[2], str)),
-        "sequences of different lengths are not supported": lengths is not None,
+        "sequences of different lengths are not supported": not whole,
         "peepholes are not supported": peepholes is not None,
         "clipping is not supported": "clip" in options,
         "layout 1 is not supported": bool(options.get("layout", 0)),

@@ -358,3 +358,26 @@ def test_the_check_refuses_a_sequence_by_name() -> None:
     model.graph.input.append(helper.make_tensor_sequence_value_info("s", 1, [3]))
     with pytest.raises(ConversionError, match="the check makes tensors, and input 's' is none"):
         add_backward(model, wrt=["w"])
+
+
+@pytest.mark.parametrize(
+    ("length", "ends", "why"),
+    [
+        (0, None, "its sequences are empty"),
+        (3, [3, 2], "sequences of different lengths are not supported"),
+        (3, [3, 3], ""),
+    ],
+)
+def test_lengths_of_a_recurrence(length: int, ends: list[int] | None, why: str) -> None:
+    weights = {"w": normal(1, 16, 3), "r": normal(1, 16, 4)}
+    given = ["x", "w", "r"]
+    if ends is not None:
+        weights["ends"] = np.array(ends, np.int32)
+        given += ["", "ends"]
+    recurrence = node("LSTM", given, ["", "", "y"], hidden_size=4)
+    model = file([recurrence], {"x": [length, 2, 3]}, weights)
+    if why:
+        with pytest.raises(ConversionError, match=why):
+            add_backward(model, wrt=["w"])
+    else:
+        assert add_backward(model, wrt=["w", "r"])
