@@ -123,7 +123,7 @@ def _rate(text: str) -> optimizers.Rate:
 
 def _size(text: str) -> tuple[str, int]:
     name, _, size = text.partition("=")
-    if not name or not size.isdigit():
+    if not name or not size.isdecimal():
         raise UsageError(f"--dim {text!r} is not a size: use NAME=SIZE")
     return name, int(size)
 

@@ -555,7 +555,7 @@ def test_refusals_write_nothing(
     ("arguments", "text"),
     [([], "the following arguments are required: forward, out"), (["a", "b", "--frobnicate"], "--frobnicate"),
      (["a", "b", "--loss"], "expected one argument"), (["a", "b", "--optimizer", "lion"], "invalid choice"),
-     (["a", "b", "--dim", "n"], "--dim 'n' is not a size"),
+     (["a", "b", "--dim", "n"], "--dim 'n' is not a size"), (["a", "b", "--dim", "n=²"], "--dim 'n=²' is not a size"),
      (["a", "b", "--optimizer", "sgd", "--lr", "-1"], "a learning rate is a finite number")],
 )  # fmt: skip
 def test_wrong_options_are_one_line_and_exit_code_2(
