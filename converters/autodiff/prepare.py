@@ -57,8 +57,9 @@ def load(source: Source) -> ir.Model:
         proto = one_name_for_the_standard(source if isinstance(source, onnx.ModelProto) else _read(Path(source)))
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
+        left = {(function.domain, function.name) for function in proto.functions}
         for node in proto.graph.node:
-            _check_known(node)
+            _check_known(node, left)
         for sparse in proto.graph.sparse_initializer:  # onnx_ir would leave it out
             raise ConversionError(f"initializer {sparse.values.name!r} is sparse: store it as a dense tensor")
         standard = opset_of(proto)
@@ -233,11 +234,15 @@ def _aligned(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     return made
 
 
-def _check_known(node: onnx.NodeProto) -> None:
-    """Raise ConversionError if an op is not in ONNX."""
+def _check_known(node: onnx.NodeProto, functions: Collection[tuple[str, str]]) -> None:
+    """Raise ConversionError if an op is not in ONNX; `functions` are those that cannot be inlined."""
     if not onnx.defs.has(node.op_type, node.domain):
         domain = f"{node.domain}." if node.domain else ""
         name = node.name or next(filter(None, node.output), "")
+        if (node.domain, node.op_type) in functions:
+            raise ConversionError(
+                f"function {domain}{node.op_type} (node {name!r}) is of another opset than the model: use one"
+            )
         raise ConversionError(f"no gradient rule for op {domain}{node.op_type} (node {name!r}): not in ONNX")
 
 

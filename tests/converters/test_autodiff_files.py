@@ -381,3 +381,13 @@ def test_lengths_of_a_recurrence(length: int, ends: list[int] | None, why: str) 
             add_backward(model, wrt=["w"])
     else:
         assert add_backward(model, wrt=["w", "r"])
+
+
+def test_a_function_of_another_opset_is_refused_for_that() -> None:
+    nodes = [node("Mul", ["a", "b"], ["h"]), node("ReduceMax", ["h"], ["z"], axes=[0])]
+    function = helper.make_function("local", "Largest", ["a", "b"], ["z"], nodes, [helper.make_opsetid("", 17)])
+    model = file([node("Largest", ["x", "w"], ["y"], domain="local")], {"x": [2, 3]}, {"w": normal(3)})
+    model.functions.append(function)
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    with pytest.raises(ConversionError, match=r"function local.Largest \(node 'y'\) is of another opset"):
+        add_backward(model)
