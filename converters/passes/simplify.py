@@ -64,6 +64,10 @@ def simplify(model: ir.Model) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     for node in apart:
         del node.attributes[_APART]
+    for node in model.graph:  # of two equal outputs, the second becomes a copy, which has no phase
+        source = node.inputs[0].producer() if node.op_type == "Identity" and node.inputs[0] is not None else None
+        if source is not None and "phase" not in node.metadata_props:
+            node.metadata_props.update(source.metadata_props)
     common.RemoveUnusedNodesPass()(model)
 
 

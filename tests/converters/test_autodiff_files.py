@@ -391,3 +391,10 @@ def test_a_function_of_another_opset_is_refused_for_that() -> None:
     model.opset_import.append(helper.make_opsetid("local", 1))
     with pytest.raises(ConversionError, match=r"function local.Largest \(node 'y'\) is of another opset"):
         add_backward(model)
+
+
+def test_equal_outputs_to_keep_have_phases() -> None:
+    nodes = [node("Mul", ["x", "w"], ["y"]), node("Relu", ["y"], ["p"]), node("Relu", ["y"], ["q"])]
+    step = add_backward(file(nodes, {"x": [3]}, {"w": normal(3)}, outputs=("loss", "p", "q")), keep=["p", "q"])
+    phases = {made: p.value for each in step.graph.node for p in each.metadata_props for made in each.output}
+    assert phases["p"] == phases["q"] == "forward"
