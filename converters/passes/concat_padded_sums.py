@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from ..dims import dims
 from ..values import constant
-from .sums import addends
+from .sums import addends, is_part
 
 
 def concat_padded_sums(node: ir.Node) -> None:
@@ -18,6 +18,8 @@ def concat_padded_sums(node: ir.Node) -> None:
     result = node.outputs[0]
     if node.domain or node.op_type != "Add" or result.shape is None:
         return
+    if any(value is None or not (is_part(value, node) or _padded(value)) for value in node.inputs):
+        return  # without a walk along the whole sum, from each Add of a long one
     leaves = addends(node)
     if any(leaf is None or leaf.shape is None or dims(leaf) != dims(result) for leaf in leaves):
         return
