@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -71,9 +71,11 @@ def _run(arguments: Sequence[str]) -> int:
         given.forward, given.loss, given.wrt, optimizer, training=given.training, frozen=given.frozen,
         dims=dict(_size(text) for text in given.dim), check=not given.no_check, example_inputs=example,
     )  # fmt: skip
-    model_io.save(step, target, None, given.force)
-    if values is not None:
-        np.savez(values, **initial_inputs(given.forward, step, optimizer))  # type: ignore[arg-type]
+    with files.together():
+        if values is not None:
+            with files.replacing(values, given.force) as partial:
+                _store(partial, initial_inputs(given.forward, step, optimizer))
+        model_io.save(step, target, None, given.force)
     if given.training and not _has_modes(model_io.load(given.forward).model):
         say(
             "--training changed nothing: the file has no BatchNormalization or Dropout; set the exporter to training"
@@ -98,6 +100,14 @@ def _values(path: Path, step: Path, force: bool) -> Path:
     written = path if path.suffix == ".npz" else path.with_name(f"{path.name}.npz")
     files.check_uses([], [files.Use(step, "OUT"), files.Use(written, "--values")])
     return files.check_target(written, None, force)
+
+
+def _store(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays as numpy.savez does, which takes names as keywords, and so none of its own, such as `file`."""
+    with zipfile.ZipFile(path, "w") as members:
+        for name, array in arrays.items():
+            with members.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
 def _has_modes(model: onnx.ModelProto) -> bool:

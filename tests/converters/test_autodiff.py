@@ -671,3 +671,19 @@ def test_the_command_names_the_inputs_of_a_batch(tmp_path, capsys):
     onnx.save(model("y = MatMul(target, w0)", weights((3, 2)), {"target": [4, 3]}), path)
     assert main([str(path), str(tmp_path / "out.onnx"), "--loss", "mse", "--no-check"]) == 0
     assert "a batch is target, target.1\n" in capsys.readouterr().out
+
+
+def test_values_of_any_name_are_written_with_the_step_or_neither(tmp_path, monkeypatch):
+    source, target, values = (tmp_path / name for name in ("forward.onnx", "train.onnx", "first.npz"))
+    onnx.save(model("y = MatMul(x, file)", {"file": np.ones((3, 5), np.float32)}), source)
+    arguments = [str(source), str(target), "--loss", "mse", "--no-check", "--values", str(values)]
+    assert main(arguments) == 0
+    assert list(np.load(values)) == ["file"]
+    before = target.read_bytes(), values.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise UsageError("the disk is full")
+
+    monkeypatch.setattr("onnx_remat.converters.autodiff.__main__.initial_inputs", full)
+    assert main([*arguments, "--optimizer", "sgd", "--force"]) == 2
+    assert before == (target.read_bytes(), values.read_bytes())
