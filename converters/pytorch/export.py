@@ -21,14 +21,14 @@ from ..passes import attention_in_parts, loss_in_parts
 from . import optimizer_facts, updates, verify
 from .batch import Batch
 from .lower import finish, lower
-from .private_torch import ONNX_MAX_OPSET
 from .recipe import Recipe, Scaling
 from .refusals import check_modules
 from .step import Loss, StepParts
 from .trace import Trace, trace
 
-OPSETS = range(18, ONNX_MAX_OPSET + 1)
-"""Opsets for which torch's exporter has translations."""
+OPSETS = range(18, onnx.defs.onnx_opset_version() + 1)
+"""Opsets in whose ops steps are written: torch's exporter has translations for 18 and above; up to the newest of the
+installed onnx."""
 
 _NAMED = 5
 """Sizes that a warning names."""

@@ -40,7 +40,6 @@ from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.onnx._constants import ONNX_MAX_OPSET  # the newest for which its exporter has translations
 from torch.onnx._internal.exporter import _decomp, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
@@ -55,7 +54,6 @@ from torch.utils._sympy.functions import Mod  # conditions on sizes
 from torch.utils._sympy.printers import PythonPrinter  # and their text
 
 __all__ = [
-    "ONNX_MAX_OPSET",
     "ConstantSource",
     "DimDynamic",
     "FakeTensor",
