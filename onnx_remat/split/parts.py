@@ -39,6 +39,8 @@ class Split:
         The step's output that is the loss.
     folder : Path or None
         Folder of external data.
+    data : tuple of str
+        Relative paths of the step's data files, see `model_io.Source`.
     """
 
     gradients: onnx.ModelProto
@@ -46,6 +48,7 @@ class Split:
     parameters: tuple[str, ...]
     loss: str
     folder: Path | None = None
+    data: tuple[str, ...] = ()
 
     def save(self, gradients: str | os.PathLike[str], update: str | os.PathLike[str], force: bool = False) -> None:
         """Write both parts, or none."""
@@ -53,7 +56,7 @@ class Split:
         targets = [files.check_target(path, None, force) for path in (gradients, update)]
         with files.together():
             for model, path in zip((self.gradients, self.update), targets, strict=True):
-                model_io.save(model, path, self.folder, force)
+                model_io.save(model, path, self.folder, force, self.data)
 
 
 def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[str, int] | None = None) -> Split:
@@ -86,7 +89,8 @@ def split_step(model: model_io.Model, *, loss: str | None = None, dims: Mapping[
     after = step.known_to(cut.values())
     update, left = _sides(step, cut, after)
     _check(step, cut, update, left)
-    return Split(_first_part(step, cut, left), _second_part(step, cut, update), tuple(cut), step.loss, source.folder)
+    first, second = _first_part(step, cut, left), _second_part(step, cut, update)
+    return Split(first, second, tuple(cut), step.loss, source.folder, source.data)
 
 
 def _sides(step: StepParts, cut: Mapping[str, str], known: Collection[str]) -> tuple[list[str], list[str]]:

@@ -17,6 +17,7 @@ from onnx_remat import files
 from onnx_remat.app import cli
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import external_data, graph, large_files, model_io, shapes
+from onnx_remat.split import split_step
 from tests.support.graphs import mlp, model_of
 
 make = helper.make_node
@@ -439,6 +440,15 @@ def test_a_result_is_not_saved_over_its_models_data(small, tmp_path):
     with pytest.raises(UsageError, match="data of the model"):
         result.save(data, force=True)
     assert data.read_bytes() == before
+
+
+def test_the_parts_of_a_step_are_not_saved_over_its_data(tmp_path):
+    path, data = tmp_path / "m.onnx", tmp_path / "w.bin"
+    onnx.save(mlp(layers=2, batch=4, width=4), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    before = data.read_bytes()
+    with pytest.raises(UsageError, match="data of the model"):
+        split_step(path).save(tmp_path / "g.onnx", data, force=True)
+    assert data.read_bytes() == before and not (tmp_path / "g.onnx").exists()
 
 
 def test_a_step_with_data_is_rewritten_where_nothing_can_be_linked(tmp_path, monkeypatch):
