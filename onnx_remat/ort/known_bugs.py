@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 
 from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dropout import training_mode
-from onnx_remat.ir.graph import Graph
+from onnx_remat.ir.graph import Graph, captures
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import canonical, opset_of
 from onnx_remat.ir.shapes import Tensor
@@ -220,7 +220,7 @@ class _Scope:
         for node in reversed(graph.node):
             makers.update(dict.fromkeys(node.output, node))
             if node.op_type != "Identity" or reads[node.output[0]]:  # it is eliminated where no node reads it
-                reads.update(node.input)
+                reads.update((*node.input, *captures(node)))
             if (value := tensor_of(node)) is not None:
                 constants[node.output[0]] = value
         ranks |= {name: len(tensor.dims) for name, tensor in constants.items()}
@@ -294,11 +294,13 @@ def _attribute(node: onnx.NodeProto, name: str, default: Any = None) -> Any:
 
 def _copied(node: onnx.NodeProto, _: _Scope) -> str:
     """Return the input of an Identity; empty for any other node."""
-    return node.input[0] if node.op_type == "Identity" else ""
+    return node.input[0] if (canonical(node.domain), node.op_type) == ("", "Identity") else ""
 
 
 def _scaled(node: onnx.NodeProto, scope: _Scope) -> str:
     """Return the input of a node that changes nothing but type and scale; empty for any other node."""
+    if canonical(node.domain):
+        return ""
     kind = node.op_type
     inputs: list[str] = [*node.input]
     if kind in ("Identity", "Cast", "CastLike") or training_mode(node, scope.constants) is False:
@@ -307,7 +309,7 @@ def _scaled(node: onnx.NodeProto, scope: _Scope) -> str:
         operands = [inputs, inputs[::-1]] if kind in ("Mul", "Add") else [inputs]
         keeps = scope.single if kind in ("Mul", "Div") else scope.zero
         return next((kept for kept, other in operands if keeps(other, kept)), "")
-    stated = scope.constant(inputs[1]) if kind in ("Reshape", "Expand") else None
+    stated = scope.constant(inputs[1]) if kind in ("Reshape", "Expand") and len(inputs) > 1 else None
     if stated is None or (kind == "Reshape" and _attribute(node, "allowzero", 0)):
         return ""
     idle = stated.size <= scope.ranks.get(inputs[0], stated.size) and (stated == (kind == "Expand")).all()

@@ -203,6 +203,24 @@ def test_bodies_are_searched_and_nodes_named():
     assert warning.startswith("node 'times' multiplies") and "MatmulTransposeFusion" in warning
 
 
+def test_what_only_a_body_reads_is_read():
+    body = "g () => (float[1, 2, 6, 6] o) { o = Neg (i) }"
+    text = (
+        "(float[1, 2, 4, 4] x, bool c) => (float[1, 2, 4, 4] y, float[1, 2, 6, 6] z) "
+        "<int64[8] p = {0, 0, 1, 1, 0, 0, 1, 1}> { q = Pad (x, p)  i = Identity (q) "
+        f"y = MaxPool <kernel_shape = [3, 3]> (q)  z = If (c) <then_branch = {body}, else_branch = {body}> }}"
+    )
+    assert not known_bugs.find(model(text))
+
+
+@pytest.mark.parametrize(
+    "between", ["Reshape <shape = [3, 5]> (t)", "com.example.Add (t, w, w)", "com.example.Reshape (t)"]
+)
+def test_ops_that_are_none_of_todays_are_let_through(between):
+    text = f"(float[5, 3] w, float[5] v) => (float[3] y) {{ t = Transpose (w)  s = {between}  y = MatMul (s, v) }}"
+    assert not known_bugs.find(model(text))
+
+
 def test_pads_that_are_attributes_are_read():
     text = "(float[1, 2, 4, 4] x) => (y) {{ q = Pad <pads = [0, 0, 1, 1, 0, 0, 1, 1]{}> (x)"
     text += "  y = {} <kernel_shape = [3, 3]> (q) }}"
