@@ -75,7 +75,8 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
         The process failed.
     """
     with files.scratch() as home:
-        job = {"path": path.resolve(), "warm": one_node(home), "dims": dims or {}, "steps": steps, "fuse": fuse}
+        reached = files.reopened(path.absolute())
+        job = {"path": reached, "warm": one_node(home), "dims": dims or {}, "steps": steps, "fuse": fuse}
         try:
             return TrainingMemory(**child.call("onnx_remat.measure.training_memory:taken", job, variables={}))
         except child.Failed as failed:
