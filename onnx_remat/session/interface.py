@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +29,11 @@ class Formal:
     shape: tuple[int | None, ...] | None
     bits: bool = False
 
-    def empty(self) -> npt.NDArray[Any]:
-        """Return a read-only array of the type and shape, without elements along sizes that are unknown."""
-        array: npt.NDArray[Any] = np.empty([size or 0 for size in self.shape or ()], self.dtype)
+    def empty(self, sizes: Sequence[int]) -> npt.NDArray[Any]:
+        """Return a read-only array of the type and shape; unknown sizes are taken from `sizes`, where these fit."""
+        shape = sizes if self.shape is None else self.shape
+        filled = zip(shape, sizes, strict=True) if len(shape) == len(sizes) else ((size, 0) for size in shape)
+        array: npt.NDArray[Any] = np.empty([other if size is None else size for size, other in filled], self.dtype)
         array.flags.writeable = False
         return array
 

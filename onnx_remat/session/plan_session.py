@@ -364,8 +364,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
     order = runtime.order_by_priority(*lean_graph.edges(program.steps))
     replay.check(program, bound, order, request.least or offsets.least(made.compiled.kernels))
     taken, pool = workspace(made.compiled, kept(makers(made.compiled), program.steps))
-    overridable = model.ir_version >= 4  # before, initializers are constants that are listed as inputs
-    fed = [value.name for value in model.graph.input if overridable or value.name in program.inputs]
+    fed = [value.name for value in model.graph.input if value.name in made.compiled.graph.fed]
 
     def arrays(names: Sequence[str]) -> tuple[Array, ...]:
         return tuple(Array(name, tensors[name].dtype, tensors[name].shape) for name in names)

@@ -28,9 +28,9 @@ def _left_to_apply(outputs: Iterable[str], inputs: Container[str], renewed: Iter
 
 def _renewed(session: Session) -> dict[str, str]:
     """Return the input of each output that is its next value: by the session's own pairs, else by their names."""
-    stated = session.renewals
-    named = renewals((a.name for a in session.inputs), (a.name for a in session.outputs))
-    return {output: name for output, name in named.items() if name not in stated.values()} | dict(stated)
+    stated = dict(session.renewals)
+    named, taken = renewals((a.name for a in session.inputs), (a.name for a in session.outputs)), {*stated.values()}
+    return {output: name for output, name in named.items() if name not in taken} | stated
 
 
 def _check_complete(
@@ -77,7 +77,7 @@ class InPlaceRunner:
         self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         _check_numbers(session.outputs, self._gradients)
         if not copy:
-            _check_trainable(self._arrays, self._trained)
+            _check_trainable(self._arrays, self._trained, state)
 
     def forget(self, names: Collection[str]) -> None:
         """Let inputs have their defaults again."""
@@ -151,7 +151,7 @@ class DeviceRunner:
 
     def forget(self, names: Collection[str]) -> None:
         """Let inputs have their defaults again."""
-        self._use = self._device.take([name for name in self._device.fed if name not in names])
+        self._use = self._device.take({*self._device.fed} - {*names})
 
     def feed(self, batch: Mapping[str, Any]) -> None:
         self._check_use()
@@ -207,11 +207,12 @@ def _filled(places: Arrays, arrays: Iterable[tuple[str, npt.NDArray[Any]]]) -> A
     return filled
 
 
-def _check_trainable(arrays: Arrays, renewed: Container[str]) -> None:
-    """Raise UsageError unless all arrays are writeable and no renewed array shares memory with another."""
+def _check_trainable(arrays: Arrays, renewed: Container[str], given: Mapping[str, Any]) -> None:
+    """Raise UsageError unless all arrays are writeable, and those renewed are the caller's and share no memory."""
     for name, array in arrays.items():
-        if not (array.flags.c_contiguous and array.flags.writeable):
-            raise UsageError(f"the array of {name!r} is not contiguous or not writeable: pass copy=True")
+        converted = name in renewed and not hasattr(given[name], "dtype")
+        if converted or not (array.flags.c_contiguous and array.flags.writeable):
+            raise UsageError(f"{name!r} is not a contiguous, writeable array: pass copy=True")
     check_apart(((a.ctypes.data, a.nbytes, name) for name, a in arrays.items()), renewed, "pass copy=True")
 
 

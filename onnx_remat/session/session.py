@@ -354,7 +354,7 @@ class Session:
                     "leave it out, or change the default and open the model again"
                 )
         if self._device is not None:
-            self._check_complete([*feeds, *self._device.fed])
+            self._check_complete({*feeds, *self._device.fed})
             self._feed_device(self._device, feeds)
             return
         self._check_complete(feeds)

@@ -132,11 +132,11 @@ def read_one(path: str | os.PathLike[str], name: str, array: npt.NDArray[Any]) -
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def names(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the names of the arrays in a file; raise ModelError where it is missing or damaged."""
+def shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the arrays in a file, by name; raise ModelError where it is missing or damaged."""
     try:
         with Path(path).open("rb") as stream:
-            return tuple(_header(stream, path)[0])
+            return {name: entry.shape for name, entry in _header(stream, path)[0].items()}
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 

@@ -191,12 +191,12 @@ class Loop:
         ModelError
             The file is missing or damaged.
         """
-        arrays, stored = self._runner.arrays(), state_file.names(path)
+        arrays, stored = self._runner.arrays(), state_file.shapes(path)
         by_default = [name for name in arrays if name in self._runner.optional and name not in stored]
         arrays = {name: array for name, array in arrays.items() if name not in by_default}
         for name in self._runner.optional - arrays.keys():
             if name in stored:
-                arrays[name] = self._runner.formals[name].empty()
+                arrays[name] = self._runner.formals[name].empty(stored[name])
         kinds = state_file.kinds_of(arrays)
         state_file.check(path, kinds)
         self._failed = "interrupted"
