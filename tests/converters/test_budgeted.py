@@ -169,6 +169,7 @@ def test_averages_and_micro_batches():
     torch.testing.assert_close(step.extra["state.head.weight.average"], (first + theirs.head.weight) / 2)
 
 
+@pytest.mark.slow
 def test_smaller_batches_share_the_file_and_larger_ones_are_refused():
     ours, theirs = net(), net()
     mine, other = adamw(ours), adamw(theirs)
@@ -385,6 +386,7 @@ def test_numbers_of_an_optimizer_that_was_loaded():
     close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_decays_that_shared_a_tensor_and_do_no_more():
     def adamw(parameters):
         *first, last = parameters

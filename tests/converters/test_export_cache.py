@@ -165,6 +165,7 @@ def fail(_):
     raise ValueError("no memory")
 
 
+@pytest.mark.slow
 def test_an_own_step_that_fails_refuses_a_share_of_it(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(own_step, "memory", fail)
@@ -182,7 +183,7 @@ def test_an_own_step_that_fails_refuses_a_step_that_was_compared_before(kept, mo
 
 
 @pytest.mark.parametrize(("measured", "used"), [(12_000_000, 10_000_000), (17_000_000, 17_000_000)])
-@pytest.mark.parametrize("first", [False, True], ids=["", "after a start without a budget"])
+@pytest.mark.parametrize("first", few([False, True], [False]), ids=["", "after a start without a budget"])
 def test_torchs_memory_is_measured_each_time_and_its_noise_changes_nothing(monkeypatch, measured, used, first):
     """Checkpointing of the model, for example, does not show in the graph."""
     if first:

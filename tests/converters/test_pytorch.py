@@ -24,6 +24,7 @@ from onnx_remat.training import Loop  # noqa: E402
 from sample_models.networks import forward_models  # noqa: E402
 from sample_models.networks.torch_models import Case  # noqa: E402
 from tests.support import torch_battery  # noqa: E402
+from tests.support.slow import few  # noqa: E402
 
 
 def net():
@@ -441,7 +442,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("kind", few(DISTRIBUTIONS, ["Gamma", "Beta"]))
 def test_distributions_by_the_gamma_function(kind):
     """Their likelihoods, and their entropies where these have derivatives of it."""
 

@@ -37,7 +37,7 @@ def both_step(step, theirs, other, batch):
     theirs.step()
 
 
-@pytest.mark.parametrize("name", few(CASES, ["SGD", "AdamW", "AdamW, accumulate"]))
+@pytest.mark.parametrize("name", few(CASES, ["SGD", "AdamW"]))
 def test_follows_torch_for_twenty_steps(name):
     """State in place, but for weights that are read again, to average them."""
     found = follow(CASES[name])
@@ -324,7 +324,7 @@ def test_hooks_see_the_share_of_a_micro_batch():
     torch.testing.assert_close(ours.weight, theirs.weight)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", few([1, 2], [2]))
 def test_an_overflow_skips_the_update_of_its_own_optimizer_alone(accumulate):
     torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -356,6 +356,7 @@ def test_an_overflow_skips_the_update_of_its_own_optimizer_alone(accumulate):
         torch.testing.assert_close(own, expected)
 
 
+@pytest.mark.slow
 def test_with_a_norm_of_all_gradients_an_overflow_skips_every_update():
     """One that overflows makes the norm infinite, and clipped gradients NaN."""
     torch.manual_seed(0)
@@ -469,6 +470,7 @@ def test_a_checkpoint_of_an_update_that_is_computed_in_another_way_is_gone_on_fr
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_computes_its_own_rate():
     """As by default in transformers."""
     adafactor = pytest.importorskip("transformers").Adafactor

@@ -96,6 +96,7 @@ def test_the_first_of_a_tuple_and_a_loss_of_it():
     assert torch.equal(step.outputs["1"], expected)
 
 
+@pytest.mark.slow
 def test_smaller_batches_have_smaller_outputs():
     model = Classifier()
     dims = {"input.0": {0: "batch"}, "input.1": {0: "batch"}}
@@ -119,6 +120,7 @@ def test_a_file_has_them_as_outputs():
     assert "output.logits" in [value.name for value in file.graph.output]
 
 
+@pytest.mark.slow
 def test_logits_that_are_kept_keep_a_loss_whole():
     """A loss in parts never has all logits."""
     model = nn.Linear(8, 3000)

@@ -19,6 +19,7 @@ from onnx_remat.fuse.rows import LEAST_WARPS
 from tests.fuse import test_groups, test_moved, test_ops, test_rows
 from tests.fuse.test_groups import build, node
 from tests.support import fusing, warps
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(warps.why_not()), reason=warps.why_not() or "none")
 
@@ -269,7 +270,7 @@ def test_an_access_outside_is_found():
         warps.launch(kernel, [x[:-1]], [y])
 
 
-@pytest.mark.parametrize("capability", ["75", "80", "90"])
+@pytest.mark.parametrize("capability", few(["75", "80", "90"], ["75"]))
 def test_an_assembler_takes_the_text_and_spills_no_register(capability, tmp_path):
     assembler = warps.assembler()
     if assembler is None:

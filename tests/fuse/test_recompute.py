@@ -138,7 +138,7 @@ def test_a_group_keeps_the_row_of_what_other_nodes_read(shape, axes, one):
 
 def test_random_graphs(request):
     """As `test_groups` and `test_rows` compare them: the same bits as node by node; here with the peak."""
-    count, again = max((request.config.getoption("--fuzz") or 0) // 4, 150), 0
+    count, again = max((request.config.getoption("--fuzz") or 0) // 4, 80), 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])
         for model in (random_model(rng), test_rows.random_model(rng, test_rows.ALONG_WHAT[seed % 3])):
