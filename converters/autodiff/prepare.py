@@ -20,7 +20,7 @@ from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import one_name_for_the_standard, opset_of
-from onnx_remat.messages import first_line
+from onnx_remat.messages import Setting, first_line
 from onnx_remat.ort import runtime
 
 from ..constants import fold, static
@@ -67,11 +67,9 @@ def load(source: Source) -> ir.Model:
         _check(proto)
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
-        if standard < _STATES_COORDINATES:
-            proto = onnx.shape_inference.infer_shapes(proto)  # scales may follow from shapes
         model = ir.from_proto(_expanded(proto))
         if standard < _STATES_COORDINATES:
-            _state_coordinates(model.graph)
+            _state_coordinates(model.graph, standard)
     except OnnxRematError:
         raise
     except Exception as error:
@@ -142,19 +140,17 @@ def _read(path: Path) -> onnx.ModelProto:
 
 _STATES_COORDINATES = 11
 """Opset from which Resize has attributes for its coordinates."""
+_ROUNDING = "rounding follows from scales"
+"""Key in the metadata of a Resize whose scales `_round_coordinates` has yet to look at."""
 
 
-def _state_coordinates(graph: ir.Graph) -> None:
+def _state_coordinates(graph: ir.Graph, opset: int) -> None:
     """Give each Resize the coordinates of earlier opsets, which onnx's converter leaves at another default.
 
-    ONNX Runtime rounds them up along axes that become smaller, else down.
-
-    Raises
-    ------
-    ConversionError
-        The scales of such a node follow from the run.
+    ONNX Runtime rounds them up along axes that become smaller, else down. Upsample, as Resize was called before opset
+    10, makes none smaller. Scales of a Resize may follow from sizes, so `_round_coordinates` looks at them later.
     """
-    for node in list(graph):
+    for node in graph:
         if node.op_type != "Resize" or node.domain or "coordinate_transformation_mode" in node.attributes:
             continue
         node.attributes["coordinate_transformation_mode"] = ir.AttrString(
@@ -162,16 +158,26 @@ def _state_coordinates(graph: ir.Graph) -> None:
         )
         if "mode" in node.attributes and node.attributes["mode"].as_string() != "nearest":
             continue
-        given = node.inputs[2] if len(node.inputs) > 2 else None
+        if opset < 10:
+            node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "floor")
+        else:
+            node.metadata_props[_ROUNDING] = ""
+
+
+def _round_coordinates(graph: ir.Graph) -> bool:
+    """Let each Resize of opset 10 round as its scales demand, where they are known; return whether any is."""
+    found = False
+    for node in list(graph):
+        given = node.inputs[2] if _ROUNDING in node.metadata_props else None
         scales = static(given) if given is not None else None
         if scales is None:
-            raise ConversionError(
-                f"node {node.name or node.outputs[0].name!r} (Resize): its scales are unknown before the run, and with "
-                "them how it rounds coordinates: convert the model to opset 11"
-            )
+            continue
+        del node.metadata_props[_ROUNDING]
         if (scales < 1).any() and (scales > 1).any():
             _enlarge_first(node, scales)
         node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if (scales < 1).any() else "floor")
+        found = True
+    return found
 
 
 def _enlarge_first(node: ir.Node, scales: np.ndarray) -> None:
@@ -188,6 +194,7 @@ def _enlarge_first(node: ir.Node, scales: np.ndarray) -> None:
     made = ir.node("Resize", [node.inputs[0], None, factors[0]], dict(node.attributes), name=name)
     made.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "floor")
     made.outputs[0].name = name
+    made.metadata_props["phase"] = "forward"
     graph.insert_before(node, made)
     node.replace_input_with(0, made.outputs[0])
     node.replace_input_with(2, factors[1])
@@ -386,7 +393,7 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     Raises
     ------
     ConversionError
-        The model is inconsistent.
+        The model is inconsistent, or a Resize of opset 10 has scales that follow from the run.
     UsageError
         It has no size of a name in `dims`.
     """
@@ -407,12 +414,23 @@ def infer_shapes(model: ir.Model, dims: Mapping[str, int]) -> ir.Model:
     except Exception:  # strict mode stops at the first op that it cannot infer; the other ops may not need that shape
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     made = ir.from_proto(inferred)
-    # Values known now may determine further shapes.
-    if unpack_sequences(made.graph) or (fold(made) and any(not _is_static(v) for n in made.graph for v in n.outputs)):
+    # Values known now may determine further shapes. A Resize of constants is folded only once it has its rounding.
+    if (
+        _round_coordinates(made.graph)
+        or unpack_sequences(made.graph)
+        or (fold(made) and any(not _is_static(v) for n in made.graph for v in n.outputs))
+    ):
         return infer_shapes(made, {})
     proto = ir.to_proto(made)
     if _unranked(proto):
         made = ir.from_proto(runtime.infer_shapes_symbolically(proto) or proto)
+    if left := [node.name for node in made.graph if _ROUNDING in node.metadata_props]:
+        raise ConversionError(
+            "node {!r} (Resize): its scales are unknown before the run, and with them how it rounds coordinates: fix "
+            "open sizes with {}, or convert the model to opset 11",
+            left[0],
+            Setting("dims"),
+        )
     _name_sizes(made)
     for index, value in enumerate((*made.graph.inputs, *(v for node in made.graph for v in node.outputs))):
         if value.shape is not None:
