@@ -477,10 +477,15 @@ def _name_sizes(model: ir.Model) -> None:
         value.shape = ir.Shape([d if isinstance(d, int) else found.get((str(value.name), i)) or d for i, d in sizes_of])
 
 
+_ENDS = 64
+"""Elements of the largest constant that may be one of a Slice's ends: larger ones are weights and tables of indices."""
+
+
 def _largest_integer(model: ir.Model) -> int:
-    """Return the largest integer constant, such as the end of a Slice, in size; at least 0."""
-    stored = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
-    sizes = [abs(t.numpy().astype(np.int64)) for t in stored if t is not None and t.dtype.is_integer()]
+    """Return the largest integer among constants such as the end of a Slice, in size; at least 0."""
+    stored = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+    kinds = (ir.DataType.INT32, ir.DataType.INT64)
+    sizes = (abs(t.numpy().astype(np.int64)) for t in stored if t is not None and t.dtype in kinds and t.size <= _ENDS)
     return max((int(each[each < _WITHOUT_END].max(initial=0)) for each in sizes), default=0)
 
 

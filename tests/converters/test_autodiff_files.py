@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -398,3 +399,18 @@ def test_equal_outputs_to_keep_have_phases() -> None:
     step = add_backward(file(nodes, {"x": [3]}, {"w": normal(3)}, outputs=("loss", "p", "q")), keep=["p", "q"])
     phases = {made: p.value for each in step.graph.node for p in each.metadata_props for made in each.output}
     assert phases["p"] == phases["q"] == "forward"
+
+
+def test_only_small_integers_are_taken_for_ends_of_slices() -> None:
+    table = np.zeros((1 << 12, 1 << 10), np.int8)
+    nodes = [
+        node("Gather", ["table", "at"], ["rows"]), node("CastLike", ["rows", "w"], ["a"]),
+        node("Slice", ["x", "begin", "end"], ["b"]), node("MatMul", ["a", "w"], ["c"]), node("Add", ["b", "c"], ["y"]),
+    ]  # fmt: skip
+    ends = {"begin": np.array([0]), "end": np.array([9])}
+    model = file(nodes, {"x": ["n", 2]}, {"table": table, "at": np.array([3]), "w": normal(1 << 10, 2), **ends})
+    tracemalloc.start()
+    add_backward(model, wrt=["w"], check=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * table.nbytes
