@@ -203,7 +203,7 @@ COUNTS = torch.tensor([[100000, 100000, -3, 2, 2], [2**40, 3, 3, -1, 5]])
 
 
 def scattered(reduce, include_self):
-    return lambda x: x.scatter_reduce(1, (x % 3).long(), x.flip(1), reduce, include_self=include_self)
+    return lambda x: x.scatter_reduce(1, x.long() % 3, x.flip(1), reduce, include_self=include_self)
 
 
 PRODUCTS = {
@@ -223,6 +223,11 @@ PRODUCTS = {
     "cummin_at": (lambda x: x.cummin(1).indices, COUNTS),
     "cummin_of_int": (lambda x: x.cummin(0).values, COUNTS[:, 2:].int()),
     "cummax_of_bool": (lambda x: (x < 0).cummax(1).values, COUNTS),
+    **{
+        f"scattered_{reduce}_of_bool{'_alone' * alone}": (scattered(reduce, not alone), COUNTS > 2)
+        for reduce in ("sum", "prod", "amax", "amin")
+        for alone in (False, True)
+    },
     "amax_of_one": (lambda x: x.sum().amax() - x.sum().amin(), COUNTS.double()),
 }
 

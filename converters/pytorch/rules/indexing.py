@@ -148,13 +148,16 @@ def masked_scatter_backward(gradient: torch.Tensor, mask: torch.Tensor, sizes: S
 def scatter_reduce(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
-    """Means, and what leaves out x itself: ONNX has neither."""
+    """Means, and what leaves out x itself: ONNX has neither. ONNX Runtime has no extremes of bools."""
+    if x.dtype == torch.bool and reduce in ("amax", "amin"):
+        return aten.scatter_reduce(
+            x, dim, index, source, "sum" if reduce == "amax" else "prod", include_self=include_self
+        )
     if reduce != "mean" and include_self:
         return NotImplemented  # torch then keeps the operator
     ones = torch.ones_like(source)
     if not include_self:
-        least, largest = _ends(x.dtype)
-        neutral = {"sum": 0, "mean": 0, "prod": 1, "amax": least, "amin": largest}[reduce]
+        neutral = _ends(x.dtype)[reduce == "amin"] if reduce in ("amax", "amin") else int(reduce == "prod")
         x = x.scatter(dim, index, neutral)
     if reduce != "mean":
         return aten.scatter_reduce(x, dim, index, source, reduce)
