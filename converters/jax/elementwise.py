@@ -82,9 +82,14 @@ def _safe_divisor(low: Lowering, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @lowering(*_COMPARE)
 def compare(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
-    if x.dtype == np.bool_ and eqn.primitive.name != "eq":
-        x, y = (Tensor(low.cast(v.value, np.uint8), v.axes, v.shape, np.dtype(np.uint8)) for v in (x, y))
+    if eqn.primitive.name != "eq":
+        x, y = _ordered(low, x), _ordered(low, y)
     return low.elementwise(_COMPARE[eqn.primitive.name], x, y, **_out(eqn))
+
+
+def _ordered(low: Lowering, x: Tensor) -> Tensor:
+    """Return bools as integers: ONNX has no order of bools."""
+    return _cast(low, x, np.uint8) if x.dtype == np.bool_ else x
 
 
 @lowering("lt_to")
@@ -99,6 +104,7 @@ def le_to(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
 
 def _before(low: Lowering, x: Tensor, y: Tensor) -> Tensor:
     """Compare in the total order of floats: -0.0 comes before 0.0, and NaN after all numbers."""
+    x, y = _ordered(low, x), _ordered(low, y)
     less = low.elementwise("Less", x, y, dtype=np.bool_)
     if x.dtype.kind in "iu":
         return less

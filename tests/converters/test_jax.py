@@ -414,6 +414,13 @@ def test_floats_are_found_in_their_total_order():
     assert worst_error(loss, np.float32(1), x) == 0
 
 
+def test_bools_are_found_in_their_order():
+    def loss(p, x):
+        return p * jnp.sum(jnp.searchsorted(jnp.sort(x), x) * jnp.arange(5.0))
+
+    assert worst_error(loss, np.float32(1), np.array([True, False, True, False, False])) == 0
+
+
 def test_bodies_are_not_printed_to_find_equal_nodes(monkeypatch):
     """The time would grow with the square of the branches."""
 
