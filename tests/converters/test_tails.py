@@ -378,6 +378,8 @@ def test_rows_that_a_second_mask_covers_stay_zero():
 ROWS, BAGS = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 2, 3])
 PLANE = torch.randn(1, 1, 70, 70, generator=SEEDED)
 SPREAD = torch.rand(1, 3, 5, 2, generator=SEEDED) * 1.8 - 0.9
+HOLED = PLANE.clone()
+HOLED[0, 0, 0, 0] = torch.inf
 NO_PLACE = torch.tensor([[[[torch.nan, 0.5], [0.25, torch.nan]], [[0.1, -0.2], [9, 0.3]]]])
 SPEECH = torch.randn(3, 3, 4, generator=SEEDED)
 WORDS = torch.tensor([[1, 2, -100], [3, 1, 2], [1, -100, -100]])
@@ -397,6 +399,11 @@ ENDS = {
     "samples_of_half_precision": (
         lambda x: x * F.grid_sample(PLANE.half(), SPREAD.half(), "nearest", align_corners=False), torch.ones(1),
     ),
+} | {
+    f"samples_outside_of_an_image_that_begins_with_infinity_by_{mode}": (
+        lambda x, mode=mode: x * F.grid_sample(HOLED, SPREAD * 2, mode, align_corners=False), torch.ones(1),
+    )
+    for mode in ("nearest", "bilinear")
 } | {
     f"samples_of_no_place_with_{padding}": (
         lambda x, padding=padding: F.grid_sample(x, NO_PLACE, "nearest", padding, align_corners=False), PLANE,

@@ -152,7 +152,8 @@ def grid_sample(
             index = torch.where(inside, row.detach().long() * sizes[1] + column.detach().long(), 0)
             index = index.reshape([batch, 1, -1]).expand([batch, channels, -1])
             picked = x.flatten(2).gather(2, index).reshape([batch, channels, *places])
-            weight = (row_weight * column_weight * inside.to(x.dtype)).unsqueeze(1)
+            picked = torch.where(inside.unsqueeze(1), picked, 0.0)  # the pixel at index 0 may be infinite
+            weight = (row_weight * column_weight).unsqueeze(1)
             made = picked * weight if made is None else made + picked * weight
     assert made is not None
     return made
