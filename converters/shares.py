@@ -37,7 +37,7 @@ def check_planning(planning: PlanningOptions, device: str) -> None:
     for name, value in decided.items():
         if planning.get(name) not in (None, value):
             given = _in_planning(Setting(name, planning.get(name)))
-            raise UsageError("{}: a step of budgeted trains with a Loop on {}: leave {!r} out", given, device, name)
+            raise UsageError("{}: budgeted states it itself: leave {!r} out", given, name)
 
 
 def summary(framework: str, own: int, report: Report) -> str:

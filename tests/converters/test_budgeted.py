@@ -877,7 +877,7 @@ def test_refusals_say_why():
     refused("needs an optimizer", optimizer=None)
     refused("threads=-1 is not a number of threads", threads=-1)
     refused("planning= needs a budget: pass budget=", planning={"effort": 1})
-    refused("trains with a Loop on cpu: leave 'run_by' out", budget="50%", planning={"run_by": "session"})
+    refused("budgeted states it itself: leave 'run_by' out", budget="50%", planning={"run_by": "session"})
     batch_of_one = {"batch": (None, None)}  # would be refused later
     refused("write 50% of", budget="50", **batch_of_one)
     refused("must be text like", budget=0.5, **batch_of_one)

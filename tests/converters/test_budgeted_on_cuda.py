@@ -142,7 +142,7 @@ def on_cuda(monkeypatch):
     ("given", "error"),
     [
         ({"dynamic_dims": {"input.0": {0: "batch"}}}, "dynamic_dims.*on a device all batches have one size"),
-        ({"budget": "60%", "planning": {"provider": "cpu"}}, "trains with a Loop on cuda: leave 'provider' out"),
+        ({"budget": "60%", "planning": {"provider": "cpu"}}, "budgeted states it itself: leave 'provider' out"),
         ({"budget": "1GB"}, "makes no CUDAExecutionProvider session here: install onnxruntime-gpu"),
     ],
 )

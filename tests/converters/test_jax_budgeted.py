@@ -164,7 +164,7 @@ def test_refusals():
     sgd = optax.sgd(0.1)
     with pytest.raises(UsageError, match="planning= needs a budget"):
         budgeted(deep, parameters(), *example, optimizer=sgd, planning={"effort": 1})
-    with pytest.raises(UsageError, match="trains with a Loop on cpu: leave 'provider' out"):
+    with pytest.raises(UsageError, match="budgeted states it itself: leave 'provider' out"):
         budgeted(deep, parameters(), *example, optimizer=sgd, budget="90%", planning={"provider": "cuda"})
     with pytest.raises(BudgetInfeasibleError, match=r"^JAX's own step takes [\d.]+ [kM]B: budget .* impossible"):
         budgeted(deep, parameters(), *example, optimizer=sgd, budget="5%", check=False, planning={"effort": 1})
