@@ -508,13 +508,13 @@ def into_training(graph: ir.Graph) -> None:
     Raises
     ------
     ConversionError
-        A body contains one: statistics of a branch that may not run have no new value.
+        A body contains one in inference mode: nodes of bodies stay as they are.
     """
     for node in ir.traversal.RecursiveGraphIterator(graph):
-        if node.graph is not graph and node.op_type in ("Dropout", "BatchNormalization"):
+        if node.graph is not graph and node.op_type in ("Dropout", "BatchNormalization") and not _trains(node):
             name = node.name or node.outputs[0].name
             raise ConversionError(
-                f"node {name!r} ({node.op_type}) is in a body, whose training mode stays as it is: move it out of there"
+                f"node {name!r} ({node.op_type}) is in a body, where it stays in inference mode: move it out of there"
             )
     for node in graph:
         if node.op_type == "Dropout":
@@ -544,13 +544,15 @@ def running_statistics(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _trained(graph: ir.Graph) -> list[ir.Node]:
-    return [
-        node
-        for node in graph
-        if node.op_type == "BatchNormalization"
-        and "training_mode" in node.attributes
-        and node.attributes["training_mode"].as_int()
-    ]
+    return [node for node in graph if node.op_type == "BatchNormalization" and _trains(node)]
+
+
+def _trains(node: ir.Node) -> bool:
+    """Return whether a Dropout or a BatchNormalization is in training mode in every run."""
+    if node.op_type == "Dropout":
+        given = node.inputs[2] if len(node.inputs) > 2 else None
+        return given is not None and bool(static(given))
+    return "training_mode" in node.attributes and bool(node.attributes["training_mode"].as_int())
 
 
 def use_batch_statistics(t: Tape, graph: ir.Graph) -> dict[ir.Value, ir.Value]:

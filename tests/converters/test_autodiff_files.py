@@ -272,11 +272,13 @@ def test_training_mode_refuses_a_dropout_in_a_body() -> None:
     same = helper.make_graph(
         [node("Identity", ["a"], ["same"])], "else", [], [helper.make_tensor_value_info("same", 1, None)]
     )
-    choice = node("If", ["train"], ["y"], then_branch=dropout, else_branch=same)
-    weights = {"w": normal(3), "train": np.array(True)}
-    model = file([node("Mul", ["x", "w"], ["a"]), choice], {"x": [3]}, weights)
+    choice = node("If", ["train"], ["b"], then_branch=dropout, else_branch=same)
+    nodes = [node("Mul", ["x", "x"], ["a"]), choice, node("Mul", ["b", "w"], ["y"])]
+    model = file(nodes, {"x": [3]}, {"w": normal(3), "train": np.array(True), "ratio": np.float32(0.5)})
     with pytest.raises(ConversionError, match=r"node 'dropped' \(Dropout\) is in a body"):
         add_backward(model, training=True, check=False)
+    model.graph.node[1].attribute[1].g.node[0].input.extend(["ratio", "train"])
+    assert add_backward(model, training=True, check=False)  # it trains already
 
 
 NORMALIZED = {"s": np.ones(3, np.float32), "b": np.ones(3, np.float32), "m": np.zeros(3, np.float32),
