@@ -186,12 +186,14 @@ def append(graph: ir.Graph, optimizers: Mapping[str, Optimizer], batch_inputs: i
     for name, optimizer in optimizers.items():
         parameter, gradient = inputs[name], gradients[names.gradient(name)]
         assert parameter.shape is not None and parameter.dtype is not None
-        if not parameter.shape.is_static():
+        is_open = not parameter.shape.is_static()
+        slots = optimizer.slots(() if is_open else parameter.shape.numpy())
+        if slots and is_open:
             raise UsageError(
                 "parameter {!r} has an open size, and so has its state: fix it with {}", name, Setting("dims")
             )
         state: State = {}
-        for slot, shape in optimizer.slots(parameter.shape.numpy()).items():
+        for slot, shape in slots.items():
             # torch counts steps in float32 whatever the parameter's dtype
             dtype = ir.DataType.FLOAT if slot == "step" else parameter.dtype
             state[slot] = ir.Value(

@@ -349,10 +349,14 @@ def test_the_check_computes_constants_of_a_body_in_float64_too() -> None:
     assert add_backward(model, example_inputs={"some": np.array(True)})
 
 
-def test_an_optimizer_of_an_open_size_is_refused_by_name() -> None:
-    model = file([node("Mul", ["x", "w"], ["y"])], {"x": ["n", 3]}, {"w": normal(3)})
+def test_an_optimizer_with_state_of_an_open_size_is_refused_by_name() -> None:
+    w = normal(3)
+    model = file([node("Mul", ["x", "w"], ["y"])], {"x": ["n", 3]}, {"w": w})
     with pytest.raises(UsageError, match="parameter 'x' has an open size"):
-        add_backward(model, wrt=["x"], optimizer=SGD(0.1), check=False)
+        add_backward(model, wrt=["x"], optimizer=SGD(0.1, momentum=0.9), check=False)
+    x = normal(2, 3)
+    made = runtime.outputs(add_backward(model, wrt=["x"], optimizer=SGD(0.1)), {"x": x})
+    np.testing.assert_allclose(made["new.x"], x - 0.1 * w / 6, rtol=1e-5)
 
 
 def test_the_check_refuses_a_sequence_by_name() -> None:
