@@ -105,28 +105,36 @@ class Batch:
                         "and an example with two or more along it (a size of 1 is taken as fixed)"
                     )
 
-    def resized(self, dynamic: Mapping[str, Mapping[int, str]], refused: Mapping[str, Mapping[int, str]]) -> Batch:
-        """Return the batch with another size along every dynamic dimension: the next smaller that is not refused.
+    def sizes(self, dynamic: Mapping[str, Mapping[int, str]]) -> dict[str, int]:
+        """Return the size of each dynamic dimension."""
+        tensors = dict(zip(self.names, self.tensors, strict=True))
+        return {dim: tensors[name].shape[axis] for name, axes in dynamic.items() for axis, dim in axes.items()}
 
-        Where none is left from 2 on, a dimension has one more entry, as in `larger`.
+    def resized(
+        self, dynamic: Mapping[str, Mapping[int, str]], refused: Mapping[str, Mapping[int, str]]
+    ) -> list[Batch]:
+        """Return the batch with other sizes along all dynamic dimensions: with smaller ones, then with larger ones.
+
+        A size is the next smaller from 2 on that is not refused, or if none is left, one more; a larger one is one
+        more. A batch is left out if all of its sizes for some dimension are refused.
         """
 
-        def other(dim: str, size: int) -> int:
-            return next((s for s in range(size - 1, 1, -1) if s not in refused.get(dim, {})), size + 1)
+        def first(sizes: Callable[[int], Iterable[int]]) -> dict[str, int]:
+            """Return the first size of each dimension that is not refused; 0 if there is none."""
+            known = self.sizes(dynamic).items()
+            return {dim: next((s for s in sizes(size) if s not in refused.get(dim, {})), 0) for dim, size in known}
 
-        return self._sized(dynamic, other)
+        smaller, larger = first(lambda size: [*range(size - 1, 1, -1), size + 1]), first(lambda size: [size + 1])
+        different = [smaller] if smaller == larger else [smaller, larger]
+        return [self._sized(dynamic, sizes) for sizes in different if all(sizes.values())]
 
-    def larger(self, dynamic: Mapping[str, Mapping[int, str]]) -> Batch:
-        """Return the batch with one more entry along every dynamic dimension, a copy of the first."""
-        return self._sized(dynamic, lambda _, size: size + 1)
-
-    def _sized(self, dynamic: Mapping[str, Mapping[int, str]], other: Callable[[str, int], int]) -> Batch:
+    def _sized(self, dynamic: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]) -> Batch:
+        """Return the batch with these sizes of dynamic dimensions; an entry more is a copy of the first."""
         made = []
         for name, tensor in zip(self.names, self.tensors, strict=True):
             for axis, dim in dynamic.get(name, {}).items():
-                size = tensor.shape[axis]
-                if (new := other(dim, size)) < size:
-                    tensor = tensor.narrow(axis, 0, new)
+                if sizes[dim] < tensor.shape[axis]:
+                    tensor = tensor.narrow(axis, 0, sizes[dim])
                 else:
                     tensor = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
             made.append(tensor.contiguous())

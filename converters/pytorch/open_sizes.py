@@ -32,7 +32,7 @@ def decided(
     sizes: Mapping[str, int],
     dynamic: Mapping[str, Mapping[int, str]],
 ) -> OtherSizes:
-    """Return the sizes up to the example's for which a condition of the trace is false.
+    """Return the sizes up to one above the example's for which a condition of the trace is false.
 
     A condition on several dimensions is tried with the example's sizes of the others.
 
@@ -62,7 +62,7 @@ def decided(
         holds = compile(PythonPrinter().doprint(condition), "condition", "eval")
         example = {symbol: sizes[dim] for symbol, dim in inside.items()}
         for symbol, dim in inside.items():
-            for size in range(1, sizes[dim] + 1):
+            for size in range(1, sizes[dim] + 2):
                 if not _holds(holds, example | {symbol: size}):
                     found.setdefault(dim, {}).setdefault(size, f"its code decides by the size{place}")
     return found

@@ -17,7 +17,7 @@ from .. import names
 from ..checks import agreement as check
 from . import updates
 from .arrays import array, tensor
-from .decisions import Replay
+from .decisions import Recorder, Replay
 from .private_torch import TorchDispatchMode, pytree
 from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
@@ -33,6 +33,16 @@ def outputs(step: StepParts, watched: Sequence[np.ndarray], tolerance: Mapping[s
     own = step.own  # a run copies them
     values = {name: value if name in own else value.clone() for name, value in step.inputs.items()}
     return _run(step, values, watched, tolerance)
+
+
+def runs(step: StepParts) -> bool:
+    """Return whether torch can run the step's forward and backward pass on its batch."""
+    try:
+        with eager_kernels(), torch.random.fork_rng([]):
+            step.run(step.inputs, Recorder())
+    except Exception:
+        return False
+    return True
 
 
 def exact(

@@ -71,7 +71,7 @@ class Trace:
     outside : mapping of str to Outside
         Tensors outside the step, by input name; they are constants unless `trace` was called with `feed`.
     other_sizes : OtherSizes
-        Sizes of dynamic dimensions for which the step is another, see `open_sizes`.
+        Sizes of dynamic dimensions, up to one above the example's, for which the step is another, see `open_sizes`.
     """
 
     graph: torch.fx.GraphModule
@@ -127,7 +127,7 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
         raise refusal(error, step.model) from error
     named_fakes = dict(zip(inputs, fakes, strict=True))
     _check_open(named_fakes, step.batch, dynamic)
-    sizes = {dim: inputs[name].shape[axis] for name, axes in dynamic.items() for axis, dim in axes.items()}
+    sizes = step.batch.sizes(dynamic)
     others = open_sizes.decided(mode.shape_env, named_fakes, sizes, dynamic) if dynamic else {}
     for dim, reasons in open_sizes.of_one(sizes, lambda dim: _listed(step, inputs, dynamic, dim)).items():
         others.setdefault(dim, {}).update(reasons)

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch
-from onnx_remat.converters.pytorch import budgeted, export_training_step
+from onnx_remat.converters.pytorch import budgeted, export_training_step, verify
 from torch import nn
 
 from onnx_remat.errors import UsageError
@@ -154,3 +154,36 @@ def test_a_step_whose_example_reads_its_last_entry_is_compared_at_a_larger_size(
         step = export_training_step(Last(places), batch, dynamic_dims={"input.0": {1: "length"}})
     assert [dim.dim_param for dim in step.graph.input[-2].type.tensor_type.shape.dim][1] == "length"
     assert any("at the example's sizes alone" in str(one.message) for one in said) == (places == 6)
+
+
+class Long(Last):
+    """Twice as much for texts of more than six places."""
+
+    def forward(self, x, lengths):
+        return super().forward(x, lengths) * (2 if x.shape[1] > 6 else 1)
+
+
+class Narrowed(Last):
+    """Places are cut to the length of the text: there are six."""
+
+    def forward(self, x, lengths):
+        made = self.inner(x) + self.places.detach()[:, 0].narrow(0, 0, x.shape[1])[:, None]
+        return made.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, 3)).square().mean()
+
+
+@pytest.mark.parametrize("model", [Long(), Narrowed(6)])
+def test_a_step_that_no_larger_text_fits_is_compared_at_the_examples_alone(model):
+    batch = torch.randn(4, 6, 3), torch.tensor([6, 3, 2, 5])
+    with pytest.warns(UserWarning, match="at the example's sizes alone") as said:
+        export_training_step(model, batch, dynamic_dims={"input.0": {1: "length"}})
+    assert not any("the file is wrong" in str(one.message) for one in said)
+
+
+def test_a_step_without_smaller_sizes_runs_once_at_the_larger(monkeypatch):
+    compared = []
+    own = verify.step
+    monkeypatch.setattr(verify, "step", lambda *given, **options: compared.append(1) or own(*given, **options))
+    batch = torch.randn(4, 2, 3), torch.tensor([2, 1, 2, 1])
+    with pytest.warns(UserWarning, match="at the example's sizes alone"):
+        export_training_step(Last(2), batch, dynamic_dims={"input.0": {1: "length"}})
+    assert len(compared) == 2
