@@ -191,10 +191,10 @@ def _anneal_seeds(
         cheap = [plan for plan in above if plan.cost <= DEAR * plain[0].cost]
         starting = above[0], (cheap or above)[0]
         kept = [(plan, int(budget * aim)) for plan, aim in zip(starting, AIMS, strict=True)]
-        most = int(work * CONTINUE_SHARE)
     else:
         kept = [(plan, budget) for plan in tried[: PLANS_CONTINUED if tries > 1 else LANES]]
-        most = int(work * CONTINUE_SHARE / len(kept))
+    longer = LANES if kept[0][0].over else 1  # where no plan fits, each lane has the whole share
+    most = int(work * CONTINUE_SHARE * longer / len(kept))
 
     def go_on(i: int) -> Candidate:
         plan, aim = kept[i]
