@@ -54,7 +54,7 @@ MOST_ARGUMENTS = 4000
 
 _TARGET, _FEATURES = "sm_75", "+ptx63"
 
-_JOINED = 2 * MOST_REDUCTIONS * BLOCK // WARP  # Softmax reduces twice
+_JOINED = MOST_REDUCTIONS * BLOCK // WARP
 
 DECLARATIONS: Final = f"""@joined = internal addrspace(3) global [{_JOINED} x float] undef, align 4
 declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()

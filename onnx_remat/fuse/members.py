@@ -31,7 +31,8 @@ LEAST_RUN = 8
 """Minimum number of elements of the innermost axis, where elements are moved: a run costs some dozen instructions."""
 
 MOST_REDUCTIONS = 8
-"""Maximum number of nodes of a group that work along rows: a kernel holds a chunk of what each reduces on its stack."""
+"""Maximum number of reductions along rows in a group, two for a Softmax: a kernel holds a chunk of what each reduces on
+its stack, which a thread with 256 KiB has room for."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ def _can_run_by_rows(members: Sequence[Member], space: Space) -> bool:
     """Whether rows are whole, and what is reduced from a row is read in that row only."""
     axes, at, (columns, run) = space.axes, space.positions, row_length(members)
     size = prod(axes)
-    if sum(member.columns > 0 for member in members) > MOST_REDUCTIONS:
+    if sum(1 if member.reduces else 2 for member in members if member.columns) > MOST_REDUCTIONS:  # Softmax: two
         return False
     if space.has_runs and (
         axes[-1] < LEAST_OF_CHANNEL

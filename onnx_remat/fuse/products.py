@@ -17,6 +17,7 @@ import onnx
 from onnx_remat.fuse import blas
 from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.kernel import METADATA, Kernel, loaded
+from onnx_remat.fuse.members import MOST_RANK
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27
@@ -80,7 +81,7 @@ def product_of(node: onnx.NodeProto, tensors: Mapping[str, Tensor]) -> Product |
     columns = b.shape[0] if right else b.shape[1]
     if bias and (prod(bias[0].shape) != columns or bias[0].shape[-1:] != (columns,)):
         return None
-    if min(rows, columns, terms) < LEAST_SIZE or rows * columns * terms < LEAST_WORK:
+    if min(rows, columns, terms) < LEAST_SIZE or rows * columns * terms < LEAST_WORK or len(result.shape) > MOST_RANK:
         return None
     return Product(rows, columns, terms, left, right, bool(bias), tuple(result.shape))
 

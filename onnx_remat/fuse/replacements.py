@@ -136,7 +136,7 @@ def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Foun
         kernel = convolutions.kernel_of(each, ordered)
         dtype, shape = kernel.outputs[1]
         name = f"{each.makes}/scratch"
-        while name in ordered.tensors:
+        while name in ordered.tensors or name in scratch:
             name += "/scratch"
         scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
         add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)

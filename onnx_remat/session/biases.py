@@ -27,6 +27,10 @@ def result_of(name: str) -> str:
     return name.removesuffix(_PRODUCT) if name.endswith(_PRODUCT) else ""
 
 
+_OPTIONAL_BIAS = 11
+"""Opset from which on a Gemm may lack its bias."""
+
+
 def divided(program: Program, opset: int, renewed: Container[str] = ()) -> Program:
     """Return a program in which an Add follows each Gemm that had a bias, and whose result one node alone reads.
 
@@ -36,6 +40,9 @@ def divided(program: Program, opset: int, renewed: Container[str] = ()) -> Progr
     from onnx import NodeProto, helper
 
     from onnx_remat.session import lean_graph, offsets
+
+    if opset < _OPTIONAL_BIAS:
+        return program
 
     views = program.root
     readers = Counter(

@@ -22,7 +22,7 @@ from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.session import fusing
 from onnx_remat.session.lean_graph import LeanNode
-from tests.support.graphs import run_model
+from tests.support.graphs import model_of, run_model
 
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(bool(machine_code.why_not() or onednn.why_not()), reason="no oneDNN here")
@@ -240,6 +240,17 @@ def test_a_value_that_others_read_stays(monkeypatch):
     known = next(value for value in inferred.graph.value_info if value.name == inner)
     model.graph.output[-1].CopyFrom(known)
     assert_near(model)
+
+
+def test_scratch_memory_has_a_name_of_its_own():
+    nodes = [
+        helper.make_node("Conv", [before, "w"], [after], after, pads=[1] * 4)
+        for before, after in (("x", "a"), ("a", "a/scratch"))
+    ]
+    turned = helper.make_node("Transpose", ["a/scratch"], ["y"], "turned", perm=[1, 0, 2, 3])
+    shape = [8, 16, 32, 32]
+    model = model_of([*nodes, turned], {"x": shape, "w": [16, 16, 3, 3]}, {"y": [16, 8, 32, 32]}, {})
+    assert_near(model, least=2)
 
 
 def test_the_bits_depend_neither_on_neighbours_nor_on_the_run():

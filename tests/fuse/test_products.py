@@ -111,6 +111,7 @@ def test_special_values(special):
         helper.make_node("MatMul", ["small", "b"], ["y"]),
         helper.make_node("MatMul", ["a", "stack"], ["y"]),
         helper.make_node("MatMul", ["double", "double"], ["y"]),
+        helper.make_node("MatMul", ["of_many_axes", "b"], ["large"]),
         helper.make_node("Mul", ["a", "a"], ["y"]),
     ],
     ids=lambda node: f"{node.op_type}-{'-'.join(node.input)}",
@@ -119,6 +120,7 @@ def test_products_that_are_left_to_onnx_runtime(node):
     shapes = {"a": (1024, 512), "b": (512, 512), "c": (512,), "whole": (1024, 512), "small": (8, 512),
               "stack": (4, 512, 512), "y": (1024, 512)}  # fmt: skip
     tensors = {name: tensor(*shape) for name, shape in shapes.items()}
+    tensors |= {name: tensor(*[1] * 15, *shapes["a"]) for name in ("of_many_axes", "large")}
     tensors["double"] = tensor(1024, 1024, dtype=TensorProto.DOUBLE)
     assert products.product_of(node, tensors) is None
 

@@ -61,6 +61,11 @@ def test_others_stay_as_they_are(program):
     assert biases.divided(program, 17) is program
 
 
+def test_a_gemm_that_must_have_a_bias_keeps_it():
+    program = gemm((3,))
+    assert biases.divided(program, 10) is program and biases.divided(program, 11) is not program
+
+
 def test_a_result_in_the_memory_of_an_input_stays():
     program = gemm((3,))
     assert biases.divided(program, 17, {"y": "h"}) is program
