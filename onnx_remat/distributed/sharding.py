@@ -85,10 +85,9 @@ class Sharding:
         inputs = {}
         for slot in (slot for flat in flats for slot in flat.slots):
             outputs = [output for output, owner in owners.items() if owner == slot.name]
-            single = {(), (1,)} - {tensors[slot.name].shape}
-            known = [n for n in _inputs_of(graph, outputs) if tensors[n].shape and n != GRADIENT + slot.name]
-            large = [n for n in known if tensors[n].shape not in single]
-            inputs[slot.name] = tuple(dict.fromkeys([slot.name, *large]))
+            own = [name for name in _own(graph, tensors, outputs) if tensors[name].shape == tensors[slot.name].shape]
+            divided = [name for name in own if tensors[name].shape and name != GRADIENT + slot.name]
+            inputs[slot.name] = tuple(dict.fromkeys([slot.name, *divided]))
         return cls(graph, owners, inputs, flats, ranks)
 
     def shard(self, rank: int) -> Shard:
@@ -117,7 +116,6 @@ def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     known = {value.name: value.name.removeprefix(GRADIENT) for value in graph.model.graph.input}
     known = {name: parameter for name, parameter in known.items() if name != parameter}
     shape = {parameter: tensors[name].shape for name, parameter in known.items()}
-    state: dict[str, str] = {}
     for op in graph.ops:
         found = sorted({known[name] for name in op.reads if name in known})
         if len(found) > 1:
@@ -127,17 +125,32 @@ def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
             )
         known |= dict.fromkeys(op.writes if found else (), next(iter(found), ""))
     outputs = {value.name: known.get(value.name, "") for value in graph.model.graph.output}
-    for owner in dict.fromkeys(outputs.values()):
-        mine = [output for output, other in outputs.items() if other == owner]
+    by_owner = {
+        owner: [n for n, other in outputs.items() if other == owner] for owner in dict.fromkeys(outputs.values())
+    }
+    state: dict[str, str] = {}
+    for owner, mine in by_owner.items():
         _check_elementwise(graph, tensors, owner, shape.get(owner, ()), mine)
+        for name in _own(graph, tensors, mine) if owner else ():
+            state.setdefault(name, owner)
+    for owner, mine in by_owner.items():
         for name in _inputs_of(graph, mine):
-            of_all = tensors[name].shape in {(), (1,)} - {shape.get(owner)}
-            if tensors[name].shape and not of_all and state.setdefault(name, owner) != owner:
+            if state.get(name, owner) != owner:
                 raise ModelError(
                     f"the update does not shard: {state[name]!r} and {owner!r} are both renewed by {name!r}; train "
                     "without zero"
                 )
     return outputs
+
+
+def _own(graph: Graph, tensors: Mapping[str, Tensor], outputs: Sequence[str]) -> list[str]:
+    """Return the inputs that only ranks with a part of a parameter keep up to date, by the outputs that depend on it.
+
+    All ranks have an input of one element that these outputs do not renew, such as a learning rate.
+    """
+    names = _inputs_of(graph, outputs)
+    renewed = set(renewals(names, outputs).values())
+    return [name for name in names if name in renewed or tensors[name].shape not in {(), (1,)}]
 
 
 def _check_elementwise(

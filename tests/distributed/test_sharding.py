@@ -91,6 +91,33 @@ def test_what_does_not_shard_is_named(nodes, constants, message):
     assert "\n" not in str(refusal.value)
 
 
+def with_a_rate(shapes, *more):
+    """Return an update of some parameters by their gradients times ``rate``, an input of one element that it keeps."""
+    nodes, inputs, outputs = list(more), {"rate": [1]}, {}
+    for name, shape in shapes.items():
+        nodes += [
+            MAKE("Mul", [f"grad.{name}", "rate"], [f"s.{name}"]),
+            MAKE("Sub", [name, f"s.{name}"], [f"new.{name}"]),
+        ]
+        inputs |= {name: shape, f"grad.{name}": shape}
+        outputs[f"new.{name}"] = shape
+    return model_of(nodes, inputs, outputs)
+
+
+@pytest.mark.parametrize("shapes", [{"a": [1], "w": [8]}, {"a": [1], "b": [1], "w": [8]}])
+def test_a_rate_beside_parameters_of_one_element_is_the_rate_of_all(shapes):
+    update = with_a_rate(shapes)
+    sharding = Sharding.of(update, layout_of(update, 2), 2)
+    assert sharding.inputs == {name: (name,) for name in shapes}
+
+
+def test_a_number_that_one_parameter_renews_and_another_reads_does_not_shard():
+    update = with_a_rate({"a": [1], "w": [8]}, MAKE("Add", ["rate", "grad.a"], ["new.rate"], name="renew"))
+    update.graph.output.append(helper.make_tensor_value_info("new.rate", 1, [1]))
+    with pytest.raises(ModelError, match="'a' and 'w' are both renewed by 'rate'"):
+        Sharding.of(update, layout_of(update, 2), 2)
+
+
 def test_flat_buffers_are_dense_aligned_and_of_one_type_each():
     kinds = {"a": ("float32", (5, 7)), "h": ("float16", (3,)), "b": ("float32", ()), "c": ("float32", (0, 4))}
     wide, half = lay_out(kinds, ranks=3)
