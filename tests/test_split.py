@@ -10,6 +10,8 @@ from onnx import helper, numpy_helper
 
 from onnx_remat import ModelError, UsageError, rewrite_model
 from onnx_remat.app import cli
+from onnx_remat.ir import phases, shapes
+from onnx_remat.ir.graph import build
 from onnx_remat.split import accumulating, split_step
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of, run_model, same_bits
 
@@ -82,6 +84,19 @@ def test_clipping_and_momentum_are_the_updates():
     assert {"m.a", "m.b", "rate", "grad.a", "grad.b"} <= {value.name for value in parts.update.graph.input}
     assert "ReduceSumSquare" in {node.op_type for node in parts.update.graph.node}
     assert_same(model, parts, feeds_for(model))
+
+
+def test_all_of_an_update_of_numbers_is_the_optimizers():
+    nodes = [
+        MAKE("Mul", ["x", "a"], ["h"]),
+        MAKE("Add", ["h", "b"], ["y"]),
+        MAKE("ReduceMean", ["y"], ["loss"], keepdims=0),
+    ]
+    nodes += [MAKE("ReduceMean", ["x"], ["ga"], keepdims=0), MAKE("Sub", ["a", "ga"], ["new.a"])]
+    nodes += [MAKE("ReduceSum", ["x"], ["gb"], keepdims=0), MAKE("Sub", ["b", "gb"], ["new.b"])]
+    outputs = {"loss": [], "new.a": [], "new.b": []}
+    graph = build(split_step(model_of(nodes, {"x": [4], "a": [], "b": []}, outputs)).update)
+    assert set(phases.split(graph, shapes.infer(graph))) == {phases.OPTIMIZER}
 
 
 def small(nodes, outputs, state=("w",), more=None):

@@ -182,6 +182,9 @@ def _second_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str]
     """Return the update. Where parameters share a gradient, each has an input of its own."""
     ops = needed(step, outputs, cut.values())
     model = _part(step, ops, outputs, "update")
+    for node in model.graph.node:  # without the batch, a new value that is a number would pass for the loss
+        if all(prop.key != "phase" for prop in node.metadata_props):
+            node.metadata_props.add(key="phase", value="optimizer")
     names = _names(cut)
     shared = {value for name, value in cut.items() if names[value] != GRADIENT + name}
     leads = _led_to(step, ops, cut) if shared else {}
