@@ -122,7 +122,7 @@ def prepare(
     if allowed <= rest:
         raise BudgetInfeasibleError(
             f"no memory is left for the step: of a rank's {format_bytes(allowed)}, the update, its state and the "
-            f"engine take {format_bytes(rest)}; pass a larger budget, or zero=True",
+            f"engine take {format_bytes(rest)}; pass a larger budget" + ("" if zero else ", or zero=True"),
             rest, rest,
         )  # fmt: skip
     try:
@@ -130,22 +130,22 @@ def prepare(
     except TooLittleTime:
         raise
     except BudgetInfeasibleError as error:
-        raise _of_a_rank(error, allowed, rest) from error
+        raise _of_a_rank(error, allowed, rest, zero) from error
     after = result.report.loop_after
     assert after is not None
     gradients = result.model.SerializeToString()
     return Parts(gradients, update, shards, after.total + rest, result.report.extra_compute, parts.loss)
 
 
-def _of_a_rank(error: BudgetInfeasibleError, allowed: int, rest: int) -> BudgetInfeasibleError:
+def _of_a_rank(error: BudgetInfeasibleError, allowed: int, rest: int, zero: bool) -> BudgetInfeasibleError:
     """Return the error of a step that has a rank's budget without `rest`, in bytes of the rank."""
     found, advised, larger = error.best_peak_bytes + rest, error.settings.get("budget"), ""
     if isinstance(advised, int):
         larger = Message("try {} ({}), ", Setting("budget", advised + rest), format_bytes(advised + rest))
     text = Message(
         "no plan found for a rank's {}, of which the update, its state and the engine take {}; {}accumulate over "
-        "smaller batches, or pass zero=True",
-        format_bytes(allowed), format_bytes(rest), larger,
+        "smaller batches{}",
+        format_bytes(allowed), format_bytes(rest), larger, "" if zero else ", or pass zero=True",
     )  # fmt: skip
     return BudgetInfeasibleError(text, found, error.lower_bound_bytes + rest)
 

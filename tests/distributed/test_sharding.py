@@ -148,6 +148,8 @@ def test_a_step_that_ends_at_gradients_and_budgets_that_are_too_low_are_refused(
         prepare(split_step(adam()).gradients)
     with pytest.raises(BudgetInfeasibleError, match=r"no memory is left .* the update, its state and the engine take"):
         prepare(adam(), 3_000_000, effort=0.5)
+    with pytest.raises(BudgetInfeasibleError, match=r"pass a larger budget$"):
+        prepare(adam(), 3_000_000, ranks=2, zero=True, effort=0.5)
 
 
 ALONE = """
