@@ -323,7 +323,8 @@ class DataParallel:
         if settings.clip_norm is not None:
             squares = sum(map(collectives.square_sum, mine))
             squares = self._ranks.totals(squares)[0] if settings.zero else squares
-            factor *= min(1.0, settings.clip_norm / (squares**0.5 / of_norm + 1e-6))
+            # NaN stays NaN, as in torch's clip_grad_norm_: Python's min would return 1
+            factor *= float(np.minimum(1.0, settings.clip_norm / (squares**0.5 / of_norm + 1e-6)))
         for each in mine:
             collectives.scale(each, factor)
         return loss / weight

@@ -462,6 +462,22 @@ def test_a_seed_that_nobody_gives_is_asked_for(here):
     assert DataParallel(model, START, seed=5).step({"x": rows_of(4)}) == 2 + 5
 
 
+def test_a_gradient_that_is_nan_makes_all_gradients_nan_where_they_are_clipped(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    nodes = [
+        make("ReduceMean", ["u"], ["m"], keepdims=0), make("Add", ["plain", "m"], ["loss"]),
+        make("Mul", ["y", "v"], ["z"]), make("ReduceSum", ["z", "first"], ["h"], keepdims=0),
+        make("Sub", ["u", "h"], ["new.u"]),
+    ]  # fmt: skip
+    model = small(nodes=nodes, inputs={"u": [3], "v": [3]}, outputs={"new.u": [3]})
+    state = START | {"u": np.ones(3, np.float32), "v": np.full(3, np.nan, np.float32)}
+    training = DataParallel(model, state, clip_norm=1.0)
+    training.step({"x": rows_of(4)})
+    assert {name: bool(np.isnan(array).all()) for name, array in training.state().items()} == {"w": True, "u": True}
+
+
 def test_numbers_in_bfloat16_are_numbers_or_refused(here):
     from onnx_remat.distributed import DataParallel
 
