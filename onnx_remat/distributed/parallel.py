@@ -281,7 +281,12 @@ class DataParallel:
     def _resize(self, dims: dict[str, int]) -> None:
         """Open the step for batches of another size, after closing the old session."""
         self._session.close()
-        self._session, self._dims = self._open(dims), dims
+        try:
+            self._session = self._open(dims)
+        except Exception:
+            self._session = self._open(self._dims)
+            raise
+        self._dims = dims
         for array in self._session.inputs:
             if self._memory.step[array.name].shape != array.shape:
                 if array.name in self._memory.renewed:

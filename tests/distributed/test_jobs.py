@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_remat import UsageError
+from onnx_remat import ModelError, UsageError
 from onnx_remat.measure.training_memory import available, one_node
+from onnx_remat.session.session import Session
 from onnx_remat.training import Loop
 from tests.support.adam import adam, first_state, shared_batches
 from tests.support.graphs import model_of, same_bits
@@ -476,6 +477,23 @@ def test_a_gradient_that_is_nan_makes_all_gradients_nan_where_they_are_clipped(h
     training = DataParallel(model, state, clip_norm=1.0)
     training.step({"x": rows_of(4)})
     assert {name: bool(np.isnan(array).all()) for name, array in training.state().items()} == {"w": True, "u": True}
+
+
+def test_training_goes_on_after_a_size_with_which_the_step_does_not_open(here, tmp_path, monkeypatch):
+    from onnx_remat.distributed import DataParallel, parallel
+
+    def opened(*given, **more):
+        if more["dims"]["n"] == 5:
+            raise ModelError("not with five rows")
+        return Session(*given, **more)
+
+    training = DataParallel(small(dims="n"), START, dims={"n": 4})
+    training.save(tmp_path / "first")
+    monkeypatch.setattr(parallel, "Session", opened)
+    with pytest.raises(ModelError, match="not with five rows"):
+        training.step({"x": rows_of(5)}, weight=5)
+    training.load(tmp_path / "first")
+    assert training.step({"x": rows_of(4)}) == 2
 
 
 def test_numbers_in_bfloat16_are_numbers_or_refused(here):
