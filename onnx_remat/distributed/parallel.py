@@ -152,6 +152,7 @@ class DataParallel:
         self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
         filled = {WEIGHT} if seed is None else {WEIGHT, _SEED}
         self._unfed = self._memory.adopt(state, filled & self._memory.step.keys())
+        self._optional = {*self._session.defaults, *(tensor.name for tensor in whole.graph.initializer)}
 
     # Opening
 
@@ -247,8 +248,9 @@ class DataParallel:
             if self._settings.seed is not None and _SEED in memory.step:
                 draw = self.steps * self.ranks + self.rank + (number << _STEPS_BITS)
                 memory.step[_SEED][...] = (self._settings.seed + draw) & np.iinfo(memory.step[_SEED].dtype).max
+            unfed = self._unfed - set(batch)  # these have their defaults
             with self._session.lock:
-                self._session.execute(memory.step)
+                self._session.execute({name: array for name, array in memory.step.items() if name not in unfed})
                 made = self._session.results(copy=False)
                 loss += weight * self._formal.number(made[self._loss])
                 _copy_renewed(self._session, made, memory.step)
@@ -268,7 +270,7 @@ class DataParallel:
         check_state({name: Formal(array.dtype.name, array.shape) for name, array in arrays.items()}, batch)
         for name, array in batch.items():
             np.copyto(arrays[name], array)
-        if unfed := self._unfed - set(batch):
+        if unfed := self._unfed - self._optional - set(batch):
             raise UsageError(f"no value for input {min(unfed)!r}: pass it as state or in every batch")
         self._unfed -= set(batch) & memory.fed.keys()  # the update reads it once for all batches, and it is kept
 
@@ -348,7 +350,8 @@ class DataParallel:
 
     def _renew(self) -> None:
         if self._update is not None:
-            self._update.execute(self._memory.update)
+            given = {name: array for name, array in self._memory.update.items() if name not in self._unfed}
+            self._update.execute(given)
             _copy_renewed(self._update, self._update.results(copy=False), self._memory.update)
 
     def _join(self) -> None:

@@ -496,6 +496,23 @@ def test_training_goes_on_after_a_size_with_which_the_step_does_not_open(here, t
     assert training.step({"x": rows_of(4)}) == 2
 
 
+def test_inputs_that_nobody_gives_have_their_defaults(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    model = small(nodes=[make("Add", ["plain", "shift"], ["loss"])], inputs={"rate": [], "shift": []})
+    next(node for node in model.graph.node if node.output[0] == "new.w").input[1] = "s"
+    model.graph.node.insert(4, make("Mul", ["g", "rate"], ["s"]))
+    defaults = {"rate": 0.5, "shift": 3}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(np.float32(v), k) for k, v in defaults.items())
+    training = DataParallel(model, START)
+    assert training.step({"x": rows_of(4), "shift": np.float32(1)}) == 2 + 1
+    assert training.state()["w"].tolist() == [1 - 0.5 * 4] * 3
+    assert training.step({"x": rows_of(4), "rate": np.float32(0.25)}) == -2 + 3
+    training.step({"x": rows_of(4)})  # a rate is kept
+    assert training.state()["w"].tolist() == [-1 - 2 * 0.25 * 4] * 3
+
+
 def test_numbers_in_bfloat16_are_numbers_or_refused(here):
     from onnx_remat.distributed import DataParallel
 
