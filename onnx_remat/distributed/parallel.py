@@ -150,8 +150,9 @@ class DataParallel:
         renewed = renewals(kinds, [value.name for value in whole.graph.output]).values()
         shards = self.parts.shards if zero else ()
         self._memory = Memory(self._ranks, parameters, kinds, renewed, shards, self._session, self._update)
-        filled = {WEIGHT} if seed is None else {WEIGHT, _SEED}
-        self._unfed = self._memory.adopt(state, filled & self._memory.step.keys())
+        formal = self._memory.step.get(_SEED)
+        self._seeded = seed is not None and formal is not None and formal.dtype.kind in "iu"
+        self._unfed = self._memory.adopt(state, {WEIGHT, _SEED} if self._seeded else {WEIGHT})
         self._optional = {*self._session.defaults, *(tensor.name for tensor in whole.graph.initializer)}
 
     # Opening
@@ -245,7 +246,8 @@ class DataParallel:
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             self._feed(batch, given)
             memory.step[WEIGHT][...] = weight
-            if self._settings.seed is not None and _SEED in memory.step:
+            if self._seeded:
+                assert self._settings.seed is not None
                 draw = self.steps * self.ranks + self.rank + (number << _STEPS_BITS)
                 memory.step[_SEED][...] = (self._settings.seed + draw) & np.iinfo(memory.step[_SEED].dtype).max
             unfed = self._unfed - set(batch)  # these have their defaults

@@ -463,6 +463,15 @@ def test_a_seed_that_nobody_gives_is_asked_for(here):
     assert DataParallel(model, START, seed=5).step({"x": rows_of(4)}) == 2 + 5
 
 
+def test_a_float_input_called_seed_is_a_number_like_others(here):
+    from onnx_remat.distributed import DataParallel
+
+    model = small(nodes=[onnx.helper.make_node("Add", ["plain", "seed"], ["loss"])], inputs={"seed": []})
+    assert DataParallel(model, START | {"seed": np.float32(7)}, seed=5).step({"x": rows_of(4)}) == 2 + 7
+    with pytest.raises(UsageError, match="no value for input 'seed'"):
+        DataParallel(model, START, seed=5).step({"x": rows_of(4)})
+
+
 def test_a_gradient_that_is_nan_makes_all_gradients_nan_where_they_are_clipped(here):
     from onnx_remat.distributed import DataParallel
 
