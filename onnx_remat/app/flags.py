@@ -34,10 +34,10 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError and answers completion queries of shells."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse arguments, as argparse does."""
+        """Parse arguments; flags may stand between positional ones, also where the last of these is optional."""
         completion.answer(self, of_command=" " in self.prog)
         self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_args(args, namespace)
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
         raise UsageError(message + self._meant())

@@ -39,6 +39,14 @@ def test_every_option_has_a_flag_that_the_command_line_takes(capsys):
     assert set(flag_names().values()) <= taken
 
 
+@pytest.mark.parametrize(
+    "words", [["IN", "--budget", "60%", "OUT"], ["--budget", "60%", "IN", "OUT"], ["IN", "OUT", "--budget", "60%"]]
+)
+def test_flags_stand_anywhere(words):
+    given = cli.build_parser().parse_args(words)
+    assert (given.input, given.output, given.budget) == ("IN", "OUT", "60%")
+
+
 def test_the_guide_lists_every_option():
     page = options.PAGE.read_text(encoding="utf-8")
     assert options.rendered(page) == page and "| `--costs" in page, "python -m scripts.options"

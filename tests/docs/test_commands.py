@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnx_remat.app import bench, cli
+from onnx_remat.app.flags import Parser
 from tests.docs.test_pages import PAGES, ROOT
 
 _INLINE = r"`((?:onnx-remat|onnx-remat-bench|python3? (?:-m )?[^\s`]*[./][^\s`]*)(?:\s[^`]+)?)`"
@@ -43,13 +43,13 @@ MODULES = [command for command in ALL if command not in OURS and not command.sta
 @pytest.mark.parametrize("command", OURS)
 def test_our_commands_are_parsed(command, monkeypatch):
     """By their own parsers: unknown flags, missing arguments and unknown commands are errors."""
-    parse = argparse.ArgumentParser.parse_args
+    parse = Parser.parse_args
 
     def only_parse(self, *arguments, **more):
         parse(self, *arguments, **more)
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(Parser, "parse_args", only_parse)
     name, *arguments = shlex.split(command, comments=True)
     main = bench.main if Path(name).name == "onnx-remat-bench" else cli.main
     if len(arguments) == 1 and arguments[0] in cli.COMMANDS:
