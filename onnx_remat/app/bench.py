@@ -18,7 +18,6 @@ from typing import ClassVar, Unpack
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from onnx_remat import files
 from onnx_remat.app.flags import (
@@ -33,7 +32,7 @@ from onnx_remat.app.flags import (
 )
 from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import BudgetInfeasibleError, OnnxRematError, UsageError, did_you_mean
-from onnx_remat.ir import model_io
+from onnx_remat.ir import model_io, phases
 from onnx_remat.ir.state import with_state
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
@@ -198,8 +197,8 @@ def benchmark(
         rewritten.parent.mkdir()
         result.save(rewritten)
         settings = processes.Training(
-            steps=steps, loss=_loss(result), dims=dims, state=state, threads=threads, provider=provider,
-            python=python,
+            steps=steps, loss=_loss(result, options.get("loss")), dims=dims, state=state, threads=threads,
+            provider=provider, python=python,
         )  # fmt: skip
         runs = [processes.train(path, settings) for path in (model, rewritten)]
         exact = replace(settings, level="disable", threads=1)
@@ -267,19 +266,15 @@ def _reads_checkpoints() -> bool:
     return runtime.available() and importlib.util.find_spec("onnxruntime.training") is not None
 
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-
-
-def _loss(result: Result) -> str:
-    """Return the output that is the loss: the one of that name, or the first float scalar."""
-    outputs = {
-        name: result.compiled.tensors[name] for name, value in result.compiled.graph.values.items() if value.is_output
-    }
-    scalars = [name for name, tensor in outputs.items() if tensor.shape in ((), (1,)) and tensor.dtype in _FLOATS]
-    found = [name for name in scalars if name == "loss"] or scalars
-    if not found:
+def _loss(result: Result, named: str | None) -> str:
+    """Return the output that is the loss: `named`, or the one that the plan takes for it."""
+    graph = result.compiled.graph
+    found = named or phases.find_loss(graph, result.compiled.tensors)
+    if found is None:
         raise UsageError("no output is a scalar: make the loss an output of the model")
-    return found[0]
+    if not graph.values[found].is_output:
+        raise UsageError("{}: {!r} is no output: make it an output of the model", Setting("loss"), found)
+    return found
 
 
 def _same(first: Sequence[float], second: Sequence[float]) -> bool:
@@ -370,13 +365,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps (default 50)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default 50)")
     parser.add_argument(
         "--initial", default="", metavar="FILE",
         help="initial values of inputs: .npz by name, or a checkpoint of onnxruntime-training",
     )  # fmt: skip
     add_runtime_flag(parser)
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="intra-op threads")
+    parser.add_argument("--threads", type=int, metavar="N", help="intra-op threads")
     parser.add_argument(
         "--max-batch", metavar="DIM",
         help="instead find the largest size of this symbolic dimension that keeps the budget, original and rewritten",
@@ -420,7 +415,12 @@ def _check_together(given: argparse.Namespace) -> None:
     if given.markdown and given.json == "-":
         both = Setting("markdown"), Setting("json", "-")
         raise UsageError("{} and {} both write to standard output: give {}", *both, Setting("json", Word("FILE")))
-    unused = [name for name in ("json", "markdown", "initial") if getattr(given, name)]
+    of_training = {
+        "json": given.json, "markdown": given.markdown or None, "initial": given.initial or None,
+        "steps": given.steps, "threads": given.threads,
+        "python": None if given.runtime == sys.executable else given.runtime,
+    }  # fmt: skip
+    unused = [name for name, value in of_training.items() if value is not None]
     if given.max_batch and unused:
         raise UsageError("{} trains nothing: leave {} out", Setting("max_batch"), Setting(unused[0]))
 
@@ -458,8 +458,8 @@ def _run(arguments: Sequence[str]) -> int:
                 say(f"{Path(path).stem}: {given.max_batch} up to {plain} as it is, up to {small} rewritten{times}")
                 continue
             result = benchmark(
-                Path(path), given.budget, steps=given.steps, state=given.initial,
-                threads=given.threads, python=given.runtime, **options,
+                Path(path), given.budget, steps=50 if given.steps is None else given.steps, state=given.initial,
+                threads=given.threads or 0, python=given.runtime, **options,
             )  # fmt: skip
         except OnnxRematError as error:
             if len(given.input) == 1:

@@ -134,7 +134,7 @@ def flag_names() -> Mapping[str, str]:
 
     others = {"budget": "--budget", "force": "--force", "jobs": "--jobs", "python": "--runtime"}
     others |= {"max_batch": "--max-batch", "json": "--json", "markdown": "--markdown", "initial": "--initial"}
-    others |= {"threads": "--threads"}
+    others |= {"threads": "--threads", "steps": "--steps"}
     return {name: option.flag for name, option in OPTIONS.items() if option.flag} | others
 
 

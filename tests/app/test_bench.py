@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
+from onnx_remat import rewrite_model
 from onnx_remat.app import bench
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.session import device
@@ -256,7 +257,17 @@ def test_a_search_for_the_largest_batch_takes_no_flags_of_training(tmp_path, cap
     search = [str(tmp_path / "in.onnx"), "--max-batch", "batch", "--for", "session", "--effort", "0.05s"]
     assert bench.main([*search, "--budget", "1MB", "--markdown"]) == 2
     assert "--max-batch trains nothing: leave --markdown out" in capsys.readouterr().err
+    for flags in (["--steps", "50"], ["--threads", "0"], ["--runtime", "python-of-another"]):
+        assert bench.main([*search, "--budget", "1MB", *flags]) == 2
+        assert f"--max-batch trains nothing: leave {flags[0]} out" in capsys.readouterr().err
     assert bench.main([*search, "--budget", "20kB"]) == 3  # not even one row fits
+
+
+def test_the_loss_is_the_output_that_is_named():
+    make = helper.make_node
+    nodes = [make("ReduceMean", ["x"], ["first"], keepdims=0), make("ReduceMax", ["x"], ["second"], keepdims=0)]
+    result = rewrite_model(model_of(nodes, {"x": [4]}, {"first": [], "second": []}), "100%", effort=0.01, verify="none")
+    assert bench._loss(result, "second") == "second"
 
 
 def test_the_help_says_what_is_planned_for():
