@@ -124,7 +124,7 @@ def sweep(arguments: Sequence[str]) -> int:
             found = lowest_budget(source, **options)
         else:
             points, jobs = (10 if given.points is None else given.points), (1 if given.jobs is None else given.jobs)
-            read = given.input if jobs > 1 else source  # other processes read the file, and its data, themselves
+            read = files.reopened(given.input) if jobs > 1 else source  # others read the file, and its data, themselves
             found = curve = run(read, points, jobs, **options)
             draw = partial(show.draw_curve, curve)
     finally:

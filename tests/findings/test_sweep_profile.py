@@ -208,3 +208,18 @@ def test_a_limit_that_is_too_short_for_a_file_is_no_missed_budget(search, monkey
     monkeypatch.setattr(Original, "seconds_per_file", 30.0)
     with pytest.raises(OnnxRematError, match="time_limit=5 is too short for a file"):
         search(mlp(layers=4, batch=128, width=16), run_by="session", time_limit=5)
+
+
+def test_processes_of_a_sweep_read_the_file_of_a_descriptor(tmp_path, monkeypatch, capsys):
+    """As ``/dev/stdin``, which is another file in each of them."""
+    path, given = tmp_path / "in.onnx", []
+
+    def noted(model, *_, **__):
+        given.append(model)
+        raise UsageError("enough")
+
+    onnx.save(mlp(layers=2, batch=4, width=4), path)
+    monkeypatch.setattr("onnx_remat.findings.sweep.sweep", noted)
+    with path.open("rb") as file:
+        cli.main(["sweep", f"/proc/self/fd/{file.fileno()}", "--jobs", "2"])
+    assert given == [path]
