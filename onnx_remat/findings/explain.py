@@ -238,7 +238,8 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
-    preparation = replace(options_of(source.model, plan, dims).preparation(), fixed=False)
+    options = replace(options_of(source.model, plan, dims), verify="none")  # onnxruntime may lack the file's ops
+    preparation = replace(options.preparation(), fixed=False)
     executed = as_executed(source.model, source.folder, "disable", preparation)
     trained, not_fused = None, ""
     kernels: tuple[Kernel, ...] = ()

@@ -218,6 +218,15 @@ def test_a_flame_graph_adds_up_and_sums_up_what_is_small():
     assert modules.flame_text(frame)[-1].endswith("1 smaller")
 
 
+def test_a_file_with_ops_that_onnxruntime_lacks_is_explained(tmp_path):
+    model = onnx.shape_inference.infer_shapes(mlp(layers=4, batch=256, width=32))
+    next(node for node in model.graph.node if node.name == "act1").domain = "nobody"
+    model.opset_import.add(domain="nobody", version=1)
+    result = onnx_remat.rewrite_model(model, "80%", effort=0.3, run_by="session", verify="none")
+    result.save(tmp_path / "out.onnx")
+    assert explain(tmp_path / "out.onnx").peak == result.report.after.total
+
+
 def test_the_extra_compute_is_the_report_s(step, small, for_loop):
     """Of the original's work: what edges and buffers are made of is no part of it."""
     for path, result in (small, for_loop):
