@@ -141,7 +141,7 @@ def profile(arguments: Sequence[str]) -> int:
 
     parser = Parser(
         prog="onnx-remat profile",
-        description="Measure seconds and workspace per op of IN on ONNX Runtime, for --costs OUT.",
+        description="Measure seconds per op of IN on ONNX Runtime, for --costs OUT.",
     )
     parser.add_argument("input", metavar="IN", help="training graph")
     parser.add_argument("output", metavar="OUT", help="where to write the profile (JSON, ONNX Runtime's own layout)")

@@ -41,8 +41,6 @@ def new_session(job: Job, path: str, default: bool, entries: Mapping[str, str] |
         options.profile_file_prefix = job["profile"]
     if job.get("patient"):  # idle threads sleep: saves cores of a busy machine, but distorts times
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if job.get("statistics"):
-        options.add_session_config_entry("session.collect_node_memory_stats_to_file", job["statistics"])
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     providers: list[Any] = list(job["providers"])

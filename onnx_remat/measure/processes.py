@@ -268,17 +268,15 @@ def profile(
     threads: int = 0,
     provider: str = "cpu",
     python: str = sys.executable,
-) -> tuple[list[dict[str, Any]], str]:
-    """Return events of ONNX Runtime's profiler over a warm-up and `steps` steps, and node memory statistics (CSV)."""
+) -> list[dict[str, Any]]:
+    """Return events of ONNX Runtime's profiler over a warm-up and `steps` steps."""
     with files.scratch() as scratch:
-        statistics_file = scratch / "statistics.csv"
         answer = _probe(python, "profile", {
             "path": str(path), "level": level, "steps": steps, "dims": dict(dims or {}), "threads": threads,
-            "profile": str(scratch / "profile"), "statistics": str(statistics_file),
-            **session_job(provider),
+            "profile": str(scratch / "profile"), **session_job(provider),
         })  # fmt: skip
-        table = statistics_file.read_text() if statistics_file.exists() else ""
-        return json.loads(Path(answer["profile"]).read_text()), table
+        found: list[dict[str, Any]] = json.loads(Path(answer["profile"]).read_text())
+        return found
 
 
 def session_job(provider: str) -> dict[str, Any]:

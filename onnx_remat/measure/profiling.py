@@ -1,8 +1,7 @@
-"""Measure seconds and workspace per op, in the format of ONNX Runtime's profiles, for ``--costs``."""
+"""Measure seconds per op, in the format of ONNX Runtime's profiles, for ``--costs``."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import statistics
@@ -118,13 +117,10 @@ def _events(
 ) -> Iterator[Event]:
     """Yield one event per node at a level; `progress` receives the fraction that is done."""
     seen: dict[str, list[Event]] = defaultdict(list)
-    scratch: dict[str, int] = {}
     for run in range(runs):
         progress(run / (runs + 1))
-        found, statistics_text = processes.profile(path, level, steps=steps, **how)
-        for key, all_steps in _by_node(found).items():
+        for key, all_steps in _by_node(processes.profile(path, level, steps=steps, **how)).items():
             seen[key] += all_steps[-steps:]
-        scratch |= _workspace(statistics_text)
     progress(runs / (runs + 1))
     medians = [statistics.median(e["dur"] for e in same) for same in seen.values()]
     recorded = [statistics.median(e[_RECORDED] for e in same) for same in seen.values()]
@@ -132,8 +128,7 @@ def _events(
     surcharge = max(0.0, sum(medians) - 1e6 * step) / max(1, sum(recorded))
     now = 0.0
     for same, median, count in zip(seen.values(), medians, recorded, strict=True):
-        name = same[0]["name"].removesuffix(_KERNEL)
-        event = _event(same[0], max(_SHORTEST, median - count * surcharge), level, now, scratch.get(name, 0))
+        event = _event(same[0], max(_SHORTEST, median - count * surcharge), level, now)
         now += event["dur"]
         yield event
 
@@ -179,7 +174,7 @@ _RECORDED = "recorded"
 _WITH_BODIES = ("If", "Loop", "Scan")
 
 
-def _event(first: Event, dur: float, level: str, start: float, workspace: int) -> Event:
+def _event(first: Event, dur: float, level: str, start: float) -> Event:
     """Return the event of a node: its time, and the key that ``--costs`` looks up."""
     arguments = first["args"]
     return {
@@ -187,7 +182,7 @@ def _event(first: Event, dur: float, level: str, start: float, workspace: int) -
         "dur": round(dur, 3),
         "args": {
             "op_name": arguments["op_name"], "input_type_shape": arguments["input_type_shape"],
-            "output_size": arguments.get("output_size", "0"), "workspace_bytes": workspace,
+            "output_size": arguments.get("output_size", "0"),
         },
     }  # fmt: skip
 
@@ -204,9 +199,3 @@ def node_seconds(threads: int = 0, nodes: int = 1000, provider: str = "cpu", pyt
         onnx.save(model, path)
         how: dict[str, Any] = {"threads": threads, "provider": provider, "python": python}
         return min(processes.race(path, path, level="disable", runs=25, **how)) / nodes
-
-
-def _workspace(text: str) -> dict[str, int]:
-    """Return temporary allocations in bytes by node name, from ONNX Runtime's node memory statistics."""
-    rows = csv.DictReader(text.splitlines())
-    return {row["#name"].rpartition("_")[0]: int(row["total_temp_allocations"]) for row in rows}
