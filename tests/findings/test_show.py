@@ -67,6 +67,12 @@ def test_values_of_a_slab_never_overlap(for_loop):
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(alive))
 
 
+def test_the_largest_gap_lies_between_values_or_above_them():
+    blocks = [slab.Block("a", "forward", 0, 64, 0, 1), slab.Block("b", "forward", 192, 64, 0, 0)]
+    laid = slab.Slab((*blocks, slab.Block("c", "forward", 64, 192, 2, 2)), (), 0, ())
+    assert [laid.largest_gap(step) for step in range(4)] == [128, 192, 64, 256]
+
+
 def test_the_page_for_a_loop_draws_what_training_takes(for_loop, tmp_path):
     """The figures of its heading, and nothing that was written is above the budget."""
     page.write(for_loop, tmp_path / "x.html")

@@ -121,14 +121,15 @@ def _addresses(axes: Any, laid: slab.Slab, footprint: Footprint, scale: float) -
 
 
 def _list_slab(figure: Any, laid: slab.Slab, footprint: Footprint, top: float) -> None:
-    """List the values in the slab where it is fullest, the memory outside it, and the largest gap."""
+    """List the values in the slab where it is fullest, the memory outside it, and the largest gap there."""
     live = laid.live_at(laid.busiest)
     shown, more = live[:_SHOWN], live[_SHOWN:]
     lines = [(format_bytes(b.bytes), _shorten(b.value)) for b in shown]
     if more:
         lines.append((format_bytes(sum(b.bytes for b in more)), f"{len(more)} more"))
     lines += [(format_bytes(size), name) for name, size in slab.rest(footprint) if size]
-    lines += [(format_bytes(gap.bytes), f"free in ops {gap.start} to {gap.end}") for gap in laid.gaps[:1]]
+    if gap := laid.largest_gap(laid.busiest):
+        lines.append((format_bytes(gap), "free, the largest gap"))
     figure.text(0.655, top, "in the slab where it is fullest (▼)", fontsize=9, fontweight="bold", va="top")
     text = "\n".join(f"{size:>9}  {name}" for size, name in lines)
     figure.text(0.655, top - 0.034, text, fontsize=7.6, family="monospace", va="top", linespacing=1.5, parse_math=False)

@@ -1,4 +1,4 @@
-"""Layout of a step's values as `session.session.Session` runs it: address over time, and gaps in the slab."""
+"""Layout of a step's values as `session.session.Session` runs it: address over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes `offset` to `offset` + `bytes`, used (or free, then without a `value`) from position `start` to `end`."""
+    """Bytes `offset` to `offset` + `bytes`, used from position `start` to `end`."""
 
     value: str
     section: str
@@ -38,8 +38,6 @@ class Slab:
     ----------
     blocks : tuple of Block
         Values, in order of execution.
-    gaps : tuple of Block
-        Free regions with the largest product of bytes and duration, largest first.
     steps : tuple of trace.TraceRow
         Nodes that run, and the bytes of the slab live meanwhile.
     busiest : int
@@ -49,7 +47,6 @@ class Slab:
     """
 
     blocks: tuple[Block, ...]
-    gaps: tuple[Block, ...]
     steps: tuple[trace.TraceRow, ...]
     busiest: int
     inputs: tuple[tuple[str, int], ...]
@@ -58,6 +55,14 @@ class Slab:
         """Return the values live in the slab while `step` runs, largest first."""
         alive = [b for b in self.blocks if b.start <= step <= b.end]
         return sorted(alive, key=lambda b: (-b.bytes, b.start, b.value))
+
+    def largest_gap(self, step: int) -> int:
+        """Return the bytes of the largest free region while `step` runs."""
+        ends = [0, *(b.offset + b.bytes for b in self.blocks)]
+        largest = at = 0
+        for block in sorted(self.live_at(step), key=lambda b: b.offset):
+            largest, at = max(largest, block.offset - at), block.offset + block.bytes
+        return max(largest, max(ends) - at)
 
 
 def before(result: Result) -> Slab:
@@ -75,7 +80,7 @@ def _fused(footprint: Footprint | None) -> bool:
     return footprint is not None and footprint.kernels > 0
 
 
-def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: int = 3) -> Slab:
+def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool) -> Slab:
     """Lay out a step; `section_of` maps names of values to the section of the op that produces them."""
     arranged = prediction.laid_out(executed, fuse=fuse)
     placements = arranged.offsets.placements
@@ -101,41 +106,7 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool, gaps: in
     )
     compiled = arranged.compiled
     inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
-    largest = _gaps(blocks, len(steps), arranged.offsets.height)[:gaps]
-    return Slab(blocks, largest, steps, used.index(max(used)) if used else 0, inputs)
-
-
-def _gaps(blocks: tuple[Block, ...], steps: int, height: int) -> tuple[Block, ...]:
-    """Return the free rectangles of maximal duration, by descending product of bytes and duration."""
-    begins: dict[int, list[Block]] = {}
-    ends: dict[int, list[Block]] = {}
-    for block in blocks:
-        begins.setdefault(block.start, []).append(block)
-        ends.setdefault(block.end + 1, []).append(block)
-    alive: dict[str, Block] = {}
-    since: dict[tuple[int, int], int] = {}
-    found = []
-    for step in range(steps + 1):
-        if step < steps and step and step not in begins and step not in ends:
-            continue
-        for block in ends.get(step, ()):
-            alive.pop(block.value, None)
-        alive.update((block.value, block) for block in begins.get(step, ()))
-        free = _free(list(alive.values()), height) if step < steps else []
-        for low, high in [gap for gap in since if gap not in free]:
-            found.append(Block("", "", low, high - low, since.pop((low, high)), step - 1))
-        for gap in free:
-            since.setdefault(gap, step)
-    return tuple(sorted(found, key=lambda b: (-b.bytes * (b.end - b.start + 1), b.start, b.offset)))
-
-
-def _free(alive: list[Block], height: int) -> list[tuple[int, int]]:
-    free, at = [], 0
-    for block in sorted(alive, key=lambda b: b.offset):
-        if block.offset > at:
-            free.append((at, block.offset))
-        at = max(at, block.offset + block.bytes)
-    return [*free, (at, height)] if at < height else free
+    return Slab(blocks, steps, used.index(max(used)) if used else 0, inputs)
 
 
 def rest(footprint: Footprint) -> tuple[tuple[str, int], ...]:
