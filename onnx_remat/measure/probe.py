@@ -84,7 +84,7 @@ def measure(job: Job) -> Job:
     outputs = session.run(None, feeds)
     if job["outputs"]:
         names = [value.name for value in session.get_outputs()]
-        np.savez(job["outputs"], **{f"{i}:{names[i]}": made for i, made in enumerate(outputs)})
+        np.savez(job["outputs"], **{f"{i}:{names[i]}": _plain(made) for i, made in enumerate(outputs)})
     del outputs
     for _ in range(job["steps"] - 1):
         session.run(None, feeds)
@@ -109,7 +109,7 @@ def by_session(job: Job) -> Job:
         for path in job["outputs"]:
             given = {name: array.copy() for name, array in feeds.items()}
             made = session.run(given)
-            named: Any = {f"{i}:{name}": array for i, (name, array) in enumerate(made.items())}
+            named: Any = {f"{i}:{name}": _plain(array) for i, (name, array) in enumerate(made.items())}
             np.savez(path, **named)
             renewed = session.donated.values()
             changed = [n for n, a in given.items() if n not in renewed and a.tobytes() != feeds[n].tobytes()]
@@ -149,6 +149,11 @@ def train(job: Job) -> Job:
     return {"peak_bytes": resident_inputs + rise, "losses": losses, "driver_bytes": driver}
 
 
+def _plain(made: Any) -> Any:
+    """Return an output as a file of numpy takes it without pickling: strings are objects in ONNX Runtime's arrays."""
+    return made.astype(str) if getattr(getattr(made, "dtype", None), "kind", "") == "O" else made
+
+
 FEEDS = ("plain", "wide", "hostile")
 """Kinds of random feeds: numbers that suit a training step; a wide range, with denormals and zeros of both signs; and
 the latter with NaN and infinities in inputs that no output renews (in weights they would spread to every value)."""
@@ -157,7 +162,7 @@ the latter with NaN and infinities in inputs that no output renews (in weights t
 def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dict[str, Any]:
     """Return random inputs of a step: floats of a kind in `FEEDS`, positive where the name means a variance.
 
-    Integer inputs are 0 or 1, valid ids in every vocabulary and set of classes.
+    Integer inputs are 0 or 1, valid ids in every vocabulary and set of classes; strings are their digits.
     """
     import numpy as np
 
@@ -165,8 +170,10 @@ def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dic
     renewed = [value.name for value in session.get_outputs()]
     feeds = {}
     for value in session.get_inputs():
-        shape = [d if isinstance(d, int) else dims.get(d, 1) for d in value.shape]
         kind = value.type.removeprefix("tensor(").removesuffix(")")
+        if kind not in (*_FLOATS, *_OTHERS):
+            raise RuntimeError(f"input {value.name!r} of type {kind} cannot be random: leave the run out")
+        shape = [d if isinstance(d, int) else dims.get(d, 1) for d in value.shape]
         if kind in _FLOATS:
             array = np.abs(generator.standard_normal(shape, np.float32) * 0.05) + 0.01
             sign = 1.0 if any(part in value.name for part in _POSITIVE) else generator.choice([-1.0, 1.0], size=shape)
@@ -175,6 +182,8 @@ def random_feeds(session: Any, dims: dict[str, int], how: str = FEEDS[0]) -> dic
             feeds[value.name] = np.asarray(array * sign, dtype=_FLOATS[kind])
         elif kind == "bool":
             feeds[value.name] = generator.integers(0, 2, shape).astype(bool)
+        elif kind == "string":
+            feeds[value.name] = generator.integers(0, 2, shape).astype(str).astype(object)
         else:
             feeds[value.name] = np.asarray(generator.integers(0, 2, shape), dtype=kind)
     return feeds
@@ -196,6 +205,7 @@ _POSITIVE = ("var", "_sq", ".nu", "second_moment", "learning_rate")
 """Parts of the names of inputs that are never negative: BatchNorm's variance, Adam's second moment."""
 
 _FLOATS = {"float": "float32", "double": "float64", "float16": "float16"}
+_OTHERS = ("bool", "string", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 def initializer_bytes(path: str) -> int:

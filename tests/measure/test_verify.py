@@ -47,6 +47,22 @@ def test_hostile_feeds_show_what_plain_ones_hide(tmp_path):
         verify.bitwise(first, tmp_path / "b.onnx")
 
 
+def test_strings_are_fed_and_compared(tmp_path):
+    text = (onnx.TensorProto.STRING, [4])
+    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("StringConcat", ["y", "x"], ["z"])]
+    onnx.save(model_of(nodes, {"x": text}, {"y": text, "z": text}), tmp_path / "a.onnx")
+    assert verify.bitwise(tmp_path / "a.onnx", tmp_path / "a.onnx") == "bitwise equal"
+
+
+def test_an_input_that_cannot_be_random_is_named(tmp_path):
+    model = model_of(
+        [helper.make_node("Cast", ["x"], ["y"], to=1)], {"x": (onnx.TensorProto.BFLOAT16, [4])}, {"y": [4]}
+    )
+    onnx.save(model, tmp_path / "a.onnx")
+    with pytest.raises(VerificationError, match="input 'x' of type bfloat16 cannot be random: leave the run out"):
+        processes.measure(tmp_path / "a.onnx")
+
+
 def test_what_optimisations_move_by_themselves_may_differ_by_as_much_again(tmp_path):
     """A gradient that cancels to zero is rounding alone: any order of its sums makes another one."""
     values = {"plain": 1e-13, "before": -2e-13, "near": 3e-13, "far": 1e-12}
