@@ -78,7 +78,7 @@ def measure(path: Path, dims: Mapping[str, int] | None = None, steps: int = 3, f
         reached = files.reopened(path.absolute())
         job = {"path": reached, "warm": one_node(home), "dims": dims or {}, "steps": steps, "fuse": fuse}
         try:
-            return TrainingMemory(**child.call("onnx_remat.measure.training_memory:taken", job, variables={}))
+            return TrainingMemory(**child.call("onnx_remat.measure.training_memory:taken", job))
         except child.Failed as failed:
             raise VerificationError(f"training in a fresh process failed: {str(failed)[:300]}") from None
 

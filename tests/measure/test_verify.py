@@ -14,10 +14,11 @@ from onnx import helper
 
 from onnx_remat import Session
 from onnx_remat.errors import VerificationError
-from onnx_remat.measure import processes, verify
+from onnx_remat.measure import processes, training_memory, verify
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
+from onnx_remat.process import child
 from tests.support.graphs import mlp, model_of
 from tests.support.slow import few
 
@@ -61,6 +62,19 @@ def test_an_input_that_cannot_be_random_is_named(tmp_path):
     onnx.save(model, tmp_path / "a.onnx")
     with pytest.raises(VerificationError, match="input 'x' of type bfloat16 cannot be random: leave the run out"):
         processes.measure(tmp_path / "a.onnx")
+
+
+def test_training_is_measured_without_the_runtimes_telemetry(tmp_path, monkeypatch):
+    given = {}
+
+    def called(*_, variables=child.QUIET):
+        given.update(variables)
+        raise child.Failed("died")
+
+    monkeypatch.setattr(training_memory.child, "call", called)
+    with pytest.raises(VerificationError, match="training in a fresh process failed"):
+        training_memory.measure(tmp_path / "a.onnx")
+    assert given.items() >= child.QUIET.items()
 
 
 def test_what_optimisations_move_by_themselves_may_differ_by_as_much_again(tmp_path):
