@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from onnx_remat.measure.verify import Measured
 from onnx_remat.messages import Finding, Message, Setting, Word, joined
@@ -147,6 +147,13 @@ class Report(Finding):
     moved: Moved | None = None
     loop_before: Footprint | None = None
     loop_after: Footprint | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
+        data = Finding.to_dict(self)
+        for loop in filter(None, (data["loop_before"], data["loop_after"])):
+            del loop["in_use"]
+        return data
 
     def covered(self) -> tuple[int, int]:
         """Return the covered memory of the original and of the result, in bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -225,6 +226,12 @@ def test_a_file_with_ops_that_onnxruntime_lacks_is_explained(tmp_path):
     result = onnx_remat.rewrite_model(model, "80%", effort=0.3, run_by="session", verify="none")
     result.save(tmp_path / "out.onnx")
     assert explain(tmp_path / "out.onnx").peak == result.report.after.total
+
+
+def test_the_reference_names_all_that_a_report_says_of_a_loop(for_loop):
+    text = (Path(onnx_remat.__file__).parents[1] / "docs/reference/report-json.md").read_text()
+    stated = json.loads(for_loop[1].report.to_json())
+    assert {name for name in stated["loop_after"] if f"`{name}`" not in text} == set()
 
 
 def test_the_extra_compute_is_the_report_s(step, small, for_loop):
