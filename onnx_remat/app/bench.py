@@ -271,7 +271,7 @@ def _loss(result: Result, named: str | None) -> str:
     graph = result.compiled.graph
     found = named or phases.find_loss(graph, result.compiled.tensors)
     if found is None:
-        raise UsageError("no output is a scalar: make the loss an output of the model")
+        raise UsageError("no output is known to be the loss, a scalar: name it with {}", Setting("loss"))
     if not graph.values[found].is_output:
         raise UsageError("{}: {!r} is no output: make it an output of the model", Setting("loss"), found)
     return found

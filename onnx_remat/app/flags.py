@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments; flags may stand between positional ones, also where the last of these is optional."""
         completion.answer(self, of_command=" " in self.prog)
         self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_intermixed_args(args, namespace)
+        parse = super().parse_args if "--" in self._words else super().parse_intermixed_args  # which drops a "--"
+        return parse(args, namespace)
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse's own exits before we can report
         raise UsageError(message + self._meant())

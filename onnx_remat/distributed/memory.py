@@ -15,7 +15,7 @@ from onnx_remat.distributed.sharding import Piece, Shard
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir.naming import GRADIENT, renewals
 from onnx_remat.session import heap
-from onnx_remat.session.interface import Formal, check_state
+from onnx_remat.session.interface import Formal, checked
 from onnx_remat.session.session import Session
 from onnx_remat.session.state_file import Kinds
 
@@ -94,6 +94,8 @@ class Memory:
         self._ranks, self._parameters, self._whole, self._shards = ranks, parameters, whole, shards
         self._pieces: Mapping[str, Piece] = shards[ranks.rank].pieces if shards else {}
         self._kinds = {array.name: (array.dtype_name, array.shape) for array in step.inputs}
+        inputs = (*step.inputs, *(update.inputs if update else ()))
+        self._bits = frozenset(array.name for array in inputs if array.formal.bits)
         own = renewals(self._kinds, (array.name for array in step.outputs))
         names = [name for name in own.values() if not name.startswith(GRADIENT)]
         self._buffers = lay_out({name: self._kinds[name] for name in names})
@@ -156,7 +158,7 @@ class Memory:
         UsageError
             State is missing, unknown or of another shape.
         """
-        check_state({name: Formal(*kind) for name, kind in {**self._whole, **self._kinds}.items()}, state)
+        state = dict(checked(self.formals({**self._whole, **self._kinds}), state))
         given = self._ranks.agree(lambda: sorted(state))
         if missing := sorted(set(self.renewed) - set(given)):
             raise UsageError(f"no value for input {missing[0]!r}")
@@ -164,6 +166,10 @@ class Memory:
             self.set(name, state.get(name))
         names = (*self.step, *self.update, *self.fed)
         return {n for n in names if n not in filled and n not in given and not n.startswith(GRADIENT)}
+
+    def formals(self, kinds: Kinds) -> dict[str, Formal]:
+        """Return what arrays for inputs of these types and shapes are checked against."""
+        return {name: Formal(dtype, shape, name in self._bits) for name, (dtype, shape) in kinds.items()}
 
     def set(self, name: str, value: Array | None) -> None:
         """Set an input on every rank to the first rank's value."""

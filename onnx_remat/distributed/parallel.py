@@ -32,7 +32,7 @@ from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap, state_file
-from onnx_remat.session.interface import Formal, check_loss, check_state
+from onnx_remat.session.interface import check_loss, checked
 from onnx_remat.session.plan_session import BY_BITS
 from onnx_remat.session.session import Session, seed_draws
 from onnx_remat.units import check_threads
@@ -174,7 +174,7 @@ class DataParallel:
             raise UsageError(
                 "the step does not sum its gradients: create it with prepare, or onnx-remat split --accumulate"
             )
-        check_loss({array.name: Formal(array.dtype_name, array.shape) for array in session.outputs}, self._loss)
+        check_loss({array.name: array.formal for array in session.outputs}, self._loss)
         if self._settings.buffers == "mean":
             _check_means(session)
         return session
@@ -269,8 +269,8 @@ class DataParallel:
         if dims != self._dims:
             self._resize(dims)
         arrays = memory.update | memory.fed | memory.step
-        check_state({name: Formal(array.dtype.name, array.shape) for name, array in arrays.items()}, batch)
-        for name, array in batch.items():
+        formals = memory.formals({name: (array.dtype.name, array.shape) for name, array in arrays.items()})
+        for name, array in dict(checked(formals, batch)).items():  # all are checked before one is copied
             np.copyto(arrays[name], array)
         if unfed := self._unfed - self._optional - set(batch):
             raise UsageError(f"no value for input {min(unfed)!r}: pass it as state or in every batch")

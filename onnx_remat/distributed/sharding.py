@@ -135,6 +135,11 @@ def _owners(graph: Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:
             state.setdefault(name, owner)
     for owner, mine in by_owner.items():
         for name in _inputs_of(graph, mine):
+            if not owner and name in state:
+                raise ModelError(
+                    f"the update does not shard: an output that depends on no gradient reads {name!r}, which is "
+                    f"renewed with {state[name]!r}; train without zero"
+                )
             if state.get(name, owner) != owner:
                 raise ModelError(
                     f"the update does not shard: {state[name]!r} and {owner!r} are both renewed by {name!r}; train "

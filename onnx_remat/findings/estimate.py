@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
@@ -62,6 +62,13 @@ class Estimate(Finding):
     by_module: modules.Frame
     nodes: int
     notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
+        data = Finding.to_dict(self)
+        if data["loop"]:
+            del data["loop"]["in_use"]
+        return data
 
     def lines(self) -> list[str]:
         """Return the peak, its parts, its flame graph by module, and the lowest budgets."""

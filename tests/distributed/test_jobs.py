@@ -463,6 +463,16 @@ def test_a_seed_that_nobody_gives_is_asked_for(here):
     assert DataParallel(model, START, seed=5).step({"x": rows_of(4)}) == 2 + 5
 
 
+def test_numbers_of_small_types_are_given_as_lists(here):
+    from onnx_remat.distributed import DataParallel
+
+    make = onnx.helper.make_node
+    nodes = [make("Cast", ["k"], ["s"], to=1), make("Add", ["plain", "s"], ["loss"])]
+    model = small(nodes=nodes, inputs={"k": (onnx.TensorProto.UINT8, [])})
+    assert DataParallel(model, START | {"k": 5}).step({"x": rows_of(4)}) == 2 + 5
+    assert DataParallel(model, START).step({"x": rows_of(4), "k": 7}) == 2 + 7
+
+
 def test_a_float_input_called_seed_is_a_number_like_others(here):
     from onnx_remat.distributed import DataParallel
 

@@ -85,6 +85,7 @@ def test_an_estimate_is_what_the_report_calls_before(step, small):
     found, report = estimate(step), small[1].report
     assert found.peak == report.before
     assert found.loop == report.loop_before
+    assert "in_use" not in found.to_json() and found.to_dict()["loop"] == report.to_dict()["loop_before"]
     assert found.arena == report.arena_before
     assert sum(getattr(found.peak, part) for part in ("inputs", "weights", "activations", "outputs", "workspace")) == (
         found.peak.total
