@@ -112,7 +112,7 @@ def test_goes_on_from_a_checkpoint(tmp_path):
     [
         ({"bf16": True}, BATCH, "float32"),
         ({"gradient_accumulation_steps": 2}, 3 * BATCH, "3 batches, which gradient_accumulation_steps=2"),
-        ({"dataloader_drop_last": False}, BATCH + 3, "drop_last"),
+        pytest.param({"dataloader_drop_last": False}, BATCH + 3, "drop_last", marks=pytest.mark.slow),
         ({"neftune_noise_alpha": 5}, BATCH, "neftune_noise_alpha"),
     ],
 )

@@ -161,6 +161,7 @@ def test_one_thread_does_not_race():
     assert np.abs(first - exact).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_step_that_races_is_verified_on_one_thread_and_warned_of(tmp_path, capsys):
     step = mlp(layers=6, batch=1024, width=64)
     picks = onnx.helper.make_node("ScatterND", ["table", "i", "aa0"], ["sums"], name="sums", reduction="add")

@@ -92,7 +92,7 @@ def with_corrections():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "_corrected", noted)
-        return onnx_remat.rewrite_model(RESIDUAL, "60%", effort=0.3, verify="none").report, seen
+        return onnx_remat.rewrite_model(RESIDUAL, "65%", effort=0.3, verify="none").report, seen
 
 
 def test_with_corrections_a_plan_peaks_at_what_its_file_takes(with_corrections):
@@ -106,10 +106,10 @@ def test_with_corrections_a_plan_peaks_at_what_its_file_takes(with_corrections):
 
 
 def test_a_plan_for_what_files_take_is_better(with_corrections, monkeypatch):
-    """Kernels hold no inner values: 16.5 % of compute without corrections, 11.4 % with them, of the same budget."""
+    """Kernels hold no inner values: 12.6 % of compute without corrections, 12.0 % with them, of the same budget."""
     better, _ = with_corrections
     monkeypatch.setattr(fit, "_MOST_CORRECTED", 0)
-    plain = onnx_remat.rewrite_model(RESIDUAL, "60%", effort=0.3, verify="none").report
+    plain = onnx_remat.rewrite_model(RESIDUAL, "65%", effort=0.3, verify="none").report
     assert better.extra_compute < plain.extra_compute
     assert better.loop_after.seconds < plain.loop_after.seconds
     assert better.loop_after.total <= better.budget

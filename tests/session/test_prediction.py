@@ -122,6 +122,7 @@ def test_the_default_is_a_loop_and_the_arena_is_a_sessions():
     assert parse_options({"arena": True}).run_by == "session"
 
 
+@pytest.mark.slow
 def test_a_curve_is_of_what_training_takes():
     model = mlp(layers=12, batch=32768, width=32)
     curve = sweep(model, 3, **QUICK)

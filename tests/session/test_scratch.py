@@ -42,6 +42,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults")
 def test_steps_take_no_new_pages_for_scratch_memory_and_a_larger_step_may_follow():
     sizes = [1 << 20, 1 << 22]
