@@ -96,7 +96,8 @@ PLANS_CONTINUED, CONTINUE_SHARE = 2, 0.4
 """Number of best plans that are annealed further, and the share of the work for it: measured with six seeds on eleven
 budgets: 4 plans with a share of 0.25, and tries of 0.6, cost more on seven and less on one."""
 AIMS = (1.0, 0.97)
-"""Multiples of the budget: targets for the lowest plan, in one long run per lane, if no plan fits; by hand."""
+"""Multiples of the budget, if no plan fits or only a dear one: targets of one long run per lane, from the lowest plan
+and from the lowest that is not dear; by hand."""
 DEAR = 1.5
 """Multiple of the cost without recompute above which a plan is too expensive to continue from; the lowest of the plans
 above the budget is annealed instead. By hand, as recursive plans run whole blocks again."""
