@@ -15,7 +15,7 @@ from onnx_remat.rewrite.accounting import MARGIN, Goal
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.plans import first_look, lowest_peak
 from onnx_remat.rewrite.report import TRAINING, WORDING
-from onnx_remat.session.prediction import Footprint
+from onnx_remat.session.prediction import Footprint, stated
 from onnx_remat.units import format_bytes, table
 
 _FIRST_LOOK = 1.0  # effort: seconds of a reference core
@@ -66,9 +66,7 @@ class Estimate(Finding):
     def to_dict(self) -> dict[str, Any]:
         """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
         data = Finding.to_dict(self)
-        if data["loop"]:
-            del data["loop"]["in_use"]
-        return data
+        return data | {"loop": stated(data["loop"])}
 
     def lines(self) -> list[str]:
         """Return the peak, its parts, its flame graph by module, and the lowest budgets."""

@@ -10,7 +10,7 @@ from onnx_remat.measure.verify import Measured
 from onnx_remat.messages import Finding, Message, Setting, Word, joined
 from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.peaks import Peak, Reserves
-from onnx_remat.session.prediction import Footprint
+from onnx_remat.session.prediction import Footprint, stated
 from onnx_remat.units import format_bytes, table
 
 TRAINING = (
@@ -151,9 +151,7 @@ class Report(Finding):
     def to_dict(self) -> dict[str, Any]:
         """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
         data = Finding.to_dict(self)
-        for loop in filter(None, (data["loop_before"], data["loop_after"])):
-            del loop["in_use"]
-        return data
+        return data | {name: stated(data[name]) for name in ("loop_before", "loop_after")}
 
     def covered(self) -> tuple[int, int]:
         """Return the covered memory of the original and of the result, in bytes."""

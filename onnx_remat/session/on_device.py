@@ -17,7 +17,7 @@ from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.device_arrays import DeviceArray, check_renewable
-from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan
+from onnx_remat.session.plan_session import Array, SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
 
@@ -200,13 +200,4 @@ class DeviceMemory:
         """Return copies of outputs of the last run; onnxruntime allocated those in `loose`, which were bound first."""
         values = dict(zip([*loose, *self._bound], self._binding.get_outputs(), strict=True))
         formals = {array.name: array for array in self._step.outputs}
-        return {name: _read(values[name], formals[name]) for name in wanted}
-
-
-def _read(value: Any, formal: Array) -> npt.NDArray[Any]:
-    """Return a copy of a value on the device; bits, where numpy lacks its type."""
-    if formal.dtype not in BY_BITS:
-        return np.asarray(value.numpy())
-    made = np.empty(formal.shape, formal.dtype_name)
-    read(value.data_ptr(), made)
-    return made
+        return {name: formals[name].copy_of(values[name], read) for name in wanted}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from onnx_remat import errors
 from onnx_remat.errors import ModelError, UsageError
@@ -76,6 +77,14 @@ class Array:
     def nbytes(self) -> int:
         """Size in bytes."""
         return int(np.dtype(self.dtype_name).itemsize * np.prod(self.shape, dtype=np.int64))
+
+    def copy_of(self, value: Any, read: Callable[[int, npt.NDArray[Any]], Any]) -> npt.NDArray[Any]:
+        """Return a copy of a value of onnxruntime's: bits, where numpy lacks its type, which `read` fetches."""
+        if self.dtype not in BY_BITS:
+            return np.array(value.numpy())
+        made = np.empty(self.shape, self.dtype_name)
+        read(value.data_ptr(), made)
+        return made
 
     @property
     def formal(self) -> Formal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
@@ -86,6 +87,11 @@ class Footprint:
 
 TABLES_BYTES = 16_384
 """Bytes that kernels take on a device beyond every workspace rule: tables of pointers."""
+
+
+def stated(fields: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the fields of a `Footprint` for JSON: without `in_use`, which has an entry for every value."""
+    return None if fields is None else {name: value for name, value in fields.items() if name != "in_use"}
 
 
 def rounding(arranged: SlabLayout) -> int:

@@ -32,7 +32,7 @@ from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray
 from onnx_remat.session.interface import check_mapping, typed
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import BY_BITS, Array, SessionPlan, SessionRequest, plan_in_child
+from onnx_remat.session.plan_session import Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
 from onnx_remat.units import check_threads
 
@@ -280,7 +280,7 @@ class Session:
         if self._loose:
             loose = zip(self._loose, self._binding.get_outputs(), strict=False)  # they are the first, see `_bind_loose`
             formals = {array.name: array for array in self.outputs}
-            made |= {name: _read(value, formals[name]) for name, value in loose}
+            made |= {name: formals[name].copy_of(value, _read) for name, value in loose}
         return made | {output: self._bound[name][1] for output, name in self.donated.items()}
 
     @property
@@ -485,13 +485,8 @@ def _loose(step: SessionPlan) -> list[str]:
     return [array.name for array in step.outputs if array.name not in bound]
 
 
-def _read(value: Any, formal: Array) -> npt.NDArray[Any]:
-    """Return a copy of a value of onnxruntime's; bits, where numpy lacks its type."""
-    if formal.dtype not in BY_BITS:
-        return np.array(value.numpy())
-    made = np.empty(formal.shape, formal.dtype_name)
-    ctypes.memmove(made.ctypes.data, value.data_ptr(), made.nbytes)
-    return made
+def _read(address: int, array: npt.NDArray[Any]) -> None:
+    ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
 
 def _checked(wanted: Array, value: Any, writable: bool, on_device: bool = False) -> Any:
