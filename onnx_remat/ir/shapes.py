@@ -366,6 +366,12 @@ def declared(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
+def symbolic(model: onnx.ModelProto) -> dict[str, tuple[Dim, ...]]:
+    """Return the shapes that a model states, by value name, sizes that it leaves open by their names."""
+    stated = ((value.name, _dims(value.type)) for value in _typed_values(model.graph))
+    return {name: known for name, known in stated if known is not None}
+
+
 def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
     shape = _shape(kind)
     assert shape is not None

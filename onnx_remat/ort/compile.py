@@ -24,7 +24,7 @@ from onnx_remat.ir.shapes import Tensor, infer
 from onnx_remat.ir.subgraphs import workspace as body_workspace
 from onnx_remat.ir.training_ops import is_pure_contrib
 from onnx_remat.memory.buffers import simulate
-from onnx_remat.memory.problem import Problem
+from onnx_remat.memory.problem import Flags, Ints, Problem
 from onnx_remat.messages import Setting
 from onnx_remat.ort.kernels.base import Call, Kernels, itemsize
 from onnx_remat.ort.known_bugs import pads_to_share
@@ -238,7 +238,7 @@ def compile_problem(
     number = {name: i for i, name in enumerate(graph.values)}
     kinds = [value.kind for value in graph.values.values()]
     sizes = [tensors[name] for name in graph.values]
-    classes = _shape_classes(sizes)
+    shape_class, poolable = shape_classes(sizes)
     alias, inplace, droppable = _sharing(graph, tensors, kernels)
     return Problem(
         in_ptr=_offsets([len(op.reads) for op in graph.ops]),
@@ -248,8 +248,8 @@ def compile_problem(
         nbytes=np.array([t.nbytes for t in sizes], np.int64),
         resident=np.array([kind != NODE for kind in kinds], np.bool_),
         is_output=np.array([value.is_output for value in graph.values.values()], np.bool_),
-        shape_class=np.array(classes, np.int32),
-        poolable=np.array([c >= 0 and len(t.shape) > 0 for c, t in zip(classes, sizes, strict=True)], np.bool_),
+        shape_class=shape_class,
+        poolable=poolable,
         alias_slot=np.array(alias, np.int32),
         inplace_ptr=_offsets([len(slots) for slots in inplace]),
         inplace_slots=np.array([slot for slots in inplace for slot in slots], np.int32),
@@ -274,8 +274,9 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32
     return np.array([0, *accumulate(lengths)], np.int32)
 
 
-def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
-    """Return a number per value: equal if the runtime infers equal shapes and element sizes from the file alone."""
+def shape_classes(sizes: Sequence[Tensor]) -> tuple[Ints, Flags]:
+    """Return a number per value, equal if the runtime infers equal shapes and element sizes from the file alone, and
+    whether a value takes part in the reuse of buffers; see `Problem`."""
     numbers: dict[tuple[object, ...], int] = {}
     classes = []
     for tensor in sizes:
@@ -284,7 +285,8 @@ def _shape_classes(sizes: Sequence[Tensor]) -> list[int]:
             classes.append(-1)
         else:
             classes.append(numbers.setdefault((dims, bits(tensor.dtype)), len(numbers)))
-    return classes
+    poolable = [c >= 0 and len(tensor.shape) > 0 for c, tensor in zip(classes, sizes, strict=True)]
+    return np.array(classes, np.int32), np.array(poolable, np.bool_)
 
 
 def _sharing(

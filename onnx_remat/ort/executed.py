@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,10 +13,12 @@ import onnx
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
+from onnx_remat.ir.shapes import Dim
 from onnx_remat.memory import buffers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import half_precision, runtime
+from onnx_remat.ort.compile import shape_classes
 from onnx_remat.ort.kernels.base import Kernels
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare_for_simulation
 
@@ -140,7 +142,7 @@ def as_optimized(
         optimized = runtime.optimized(
             shown or shapes.declared(model), folder, level, providers, without, stated.load_dims
         )
-    executed = executed_as_it_lies(optimized, stated)
+    executed = _with_shapes_of_moved(executed_as_it_lies(optimized, stated), model, shown, stated.dims)
     # With optimisations off, ONNX Runtime saves nodes in the file's order, not in execution order.
     return replace(executed, order=executed.compiled.default_order()) if level == "disable" else executed
 
@@ -164,6 +166,50 @@ def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed
     """Return a graph that ONNX Runtime has already loaded, its nodes in the order it saved them."""
     compiled = prepare_for_simulation(model, stated)
     return Executed(compiled, Schedule(tuple(range(compiled.problem.n_ops))))
+
+
+def _with_shapes_of_moved(
+    executed: Executed, model: onnx.ModelProto, shown: onnx.ModelProto | None, dims: Mapping[str, int]
+) -> Executed:
+    """Return an optimised graph with the shapes that ONNX Runtime knows of the values that it named itself.
+
+    It moves a Transpose behind a node by giving the node another result, of the same shape but for the order of axes
+    (``transpose_optimization/onnx_transpose_optimization.cc``, ``TransposeOutput``). The graph that it saves does not
+    state this shape, which cannot be inferred if the file hides that of the node's input.
+    """
+    compiled = executed.compiled
+    own = {name for node in model.graph.node for name in node.output}
+    hidden = {name for name, t in compiled.tensors.items() if t.symbolic is None and name not in own}
+    moved = [op for op in compiled.graph.ops if op.node.name and not hidden.isdisjoint(op.node.output)]
+    if not moved:
+        return executed
+    known = shapes.symbolic(shown or shapes.declared(model))
+    was = {node.name: node.output for node in model.graph.node}
+    tensors = dict(compiled.tensors)
+    for op in moved:
+        for name, before in zip(op.node.output, was.get(op.node.name, ()), strict=False):
+            if name in hidden and (axes := _reordered(known.get(before, ()), tensors[name].shape, dims)):
+                tensors[name] = replace(tensors[name], symbolic=axes)
+    shape_class, poolable = shape_classes([tensors[name] for name in compiled.graph.values])
+    problem = replace(compiled.problem, shape_class=shape_class, poolable=poolable)
+    return replace(executed, compiled=replace(compiled, tensors=tensors, problem=problem))
+
+
+def _reordered(known: Sequence[Dim], shape: Sequence[int], dims: Mapping[str, int]) -> tuple[Dim, ...]:
+    """Return the axes of known dimensions in the order of a shape; empty if they are not those of the shape.
+
+    >>> _reordered((4, "n", 7), (7, 4, 2), {"n": 2}), _reordered((4, 7), (7, 5), {})
+    ((7, 4, 'n'), ())
+    """
+    left = list(known)
+    found = []
+    for size in shape:
+        axis = next((dim for dim in left if (dims.get(dim) if isinstance(dim, str) else dim) == size), None)
+        if axis is None:
+            return ()
+        left.remove(axis)
+        found.append(axis)
+    return () if left else tuple(found)
 
 
 def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
