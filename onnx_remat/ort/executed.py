@@ -135,7 +135,7 @@ def as_optimized(
     ModelError
         ONNX Runtime cannot load the model.
     """
-    providers, without = whom_to_ask(stated.kernels)
+    providers, without = whom_to_ask(stated.kernels, stated.fixed)
     if not _is_shown_whole(model, stated):
         optimized = _optimized_without_weights(model, stated, level, _in_floats(model, stated))
     else:
@@ -212,14 +212,14 @@ def _reordered(known: Sequence[Dim], shape: Sequence[int], dims: Mapping[str, in
     return () if left else tuple(found)
 
 
-def whom_to_ask(kernels: Kernels) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def whom_to_ask(kernels: Kernels, by_session: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the execution providers that optimise a file for a query, and the optimisations to disable.
 
     Without the device, the CPU stands in, without the optimisations for itself alone; fusions that only the device's
-    provider makes are not seen then.
+    provider makes are not seen then, and a `Session` leaves them out.
     """
     if runtime.has_device(kernels.execution_providers[0]):
-        return kernels.execution_providers, ()
+        return kernels.execution_providers, kernels.device_fusions if by_session else ()
     return runtime.HOST, kernels.host_fusions
 
 
@@ -259,7 +259,7 @@ def _optimized_without_weights(
     light.graph.input.extend(
         onnx.helper.make_tensor_value_info(name, tensor.dtype, tensor.shape) for name, tensor in shown.items()
     )
-    providers, without = whom_to_ask(stated.kernels)
+    providers, without = whom_to_ask(stated.kernels, stated.fixed)
     if in_floats:
         without = (*without, *half_precision.KEEPS_CASTS)
         optimized = runtime.optimized(

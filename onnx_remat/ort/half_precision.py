@@ -2,7 +2,7 @@
 
 ONNX Runtime's CPU provider inserts casts around nodes in half precision, so its optimised graph would not resemble the
 device's. For the same graph in float32 it makes the graph that the device makes in half precision, provided that casts
-that change nothing in float32 stay (`KEEPS_CASTS`).
+that change nothing in float32 stay (`KEEPS_CASTS`, `_STAND_IN`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 KEEPS_CASTS = ("CastElimination", "CastChainElimination")
 """ONNX Runtime's names of the optimisations that would eliminate casts that only matter in half precision."""
+
+_STAND_IN = "Abs"
+"""Operator in place of a Cast that reads what another Cast rounds: at every level, ONNX Runtime removes a pair of casts
+from float32 and back. Its optimisations treat both operators alike."""
 
 _TYPE_NAMES = ("to", "dtype", "output_dtype")  # attributes of standard operators that are an element type
 
@@ -49,8 +53,14 @@ def _to_floats(graph: onnx.GraphProto) -> None:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     for tensor in graph.initializer:
         _widen(tensor)
+    rounded = {
+        node.output[0] for node in graph.node if node.op_type == "Cast" and any(a.i in HALVES for a in node.attribute)
+    }
     for name, node in zip(_names(graph), graph.node, strict=True):
         node.name = name
+        if node.op_type == "Cast" and node.input[0] in rounded and _makes_floats(node):
+            node.op_type = _STAND_IN
+            node.ClearField("attribute")
         for attribute in _typed(node):
             if attribute.type == onnx.AttributeProto.TENSOR:
                 _widen(attribute.t)
@@ -75,9 +85,13 @@ def _to_halves(graph: onnx.GraphProto, own: onnx.GraphProto, types: Mapping[str,
             kind = onnx.helper.tensor_dtype_to_np_dtype(types[tensor.name])
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
     nodes = dict(zip(_names(own), own.node, strict=True))
+    _part_constants(graph, own, nodes)
     for node in graph.node:
         if node.name not in nodes:
             continue
+        if node.op_type == _STAND_IN and nodes[node.name].op_type == "Cast":
+            node.op_type = "Cast"
+            node.attribute.extend(nodes[node.name].attribute)
         narrow = {attribute.name: attribute for attribute in _typed(nodes[node.name])}
         before = {attribute.name: attribute.g for attribute in nodes[node.name].attribute if attribute.HasField("g")}
         for attribute in node.attribute:
@@ -85,6 +99,31 @@ def _to_halves(graph: onnx.GraphProto, own: onnx.GraphProto, types: Mapping[str,
                 attribute.CopyFrom(narrow[attribute.name])
             if attribute.name in before:
                 _body_to_halves(attribute.g, before[attribute.name])
+
+
+def _part_constants(graph: onnx.GraphProto, own: onnx.GraphProto, nodes: Mapping[str, onnx.NodeProto]) -> None:
+    """Let nodes read the constants that they read before: in float32, ONNX Runtime shares equal ones of all types.
+
+    A node may have its inputs in another order (``Where(Not(x), a, b)``), so it is the number that tells a constant.
+    """
+    floats = (TensorProto.FLOAT, *HALVES)
+    was = {tensor.name: tensor for tensor in own.initializer if tensor.data_type in floats}
+    now = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in floats}
+    for node in graph.node:
+        before = [name for name in (nodes[node.name].input if node.name in nodes else ()) if name in was]
+        for slot, name in enumerate(node.input):
+            if name not in now or name in before:
+                continue
+            alike = [known for known in before if _number(was[known]) == _number(now[name])]
+            if alike and was[alike[0]].data_type != now[name].data_type:
+                node.input[slot] = alike[0]
+                if alike[0] not in now:
+                    now[alike[0]] = was[alike[0]]
+                    graph.initializer.append(was[alike[0]])
+
+
+def _number(tensor: onnx.TensorProto) -> bytes:
+    return numpy_helper.to_array(tensor).astype(np.float32).tobytes()
 
 
 def _body_to_halves(body: onnx.GraphProto, own: onnx.GraphProto) -> None:
@@ -110,6 +149,10 @@ def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
         tensor = attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in HALVES
         if tensor or (attribute.name in _TYPE_NAMES and attribute.i in HALVES):
             yield attribute
+
+
+def _makes_floats(node: onnx.NodeProto) -> bool:
+    return any(a.name == "to" and a.i in (TensorProto.FLOAT, *HALVES) for a in node.attribute)
 
 
 def _widen(tensor: onnx.TensorProto) -> None:

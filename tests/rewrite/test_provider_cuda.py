@@ -89,6 +89,36 @@ def test_half_precision_in_bodies_and_of_quantised_values_is_planned_without_a_d
     assert halves == [TensorProto.FLOAT16] * 4 and not executed.emulated
 
 
+@pytest.mark.parametrize("narrow", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
+def test_casts_that_round_are_planned_without_a_device(narrow):
+    """The CPU optimises the graph in float32, where a cast to half precision and back changes nothing."""
+    pytest.importorskip("onnxruntime")
+    model = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : 20]>
+        g (float[64, 64] x) => (float y) {{
+            h = Cast <to = {narrow}> (x)  w = Cast <to = 1> (h)  e = Exp (w)
+            i = Cast <to = {narrow}> (e)  v = Cast <to = 1> (i)  t = Tanh (v)  y = ReduceSum <keepdims = 0> (t)
+        }}""")
+    for level in ("disable", "basic", "all"):
+        executed = as_executed(model, None, level, Preparation(kernels_of("cuda")))
+        compiled = executed.compiled
+        assert [op.node.op_type for op in compiled.graph.ops].count("Cast") == 4
+        assert compiled.tensors["h"].dtype == compiled.tensors["i"].dtype == narrow
+
+
+def test_equal_constants_of_two_types_stay_two_without_a_device():
+    """In float32 they are one; ONNX Runtime also swaps the inputs of a Where that reads a Not."""
+    pytest.importorskip("onnxruntime")
+    model = onnx.parser.parse_model("""<ir_version: 12, opset_import: ["" : 20]>
+        g (float[64, 64] x, bool[64, 64] k) => (float y, float16 z) <float zero = {0}, float16 none = {0}> {
+            n = Not (k)  w = Where (n, x, zero)  h = Cast <to = 10> (x)  v = Where (k, h, none)
+            y = ReduceSum <keepdims = 0> (w)  z = ReduceSum <keepdims = 0> (v)
+        }""")
+    compiled = as_executed(model, None, "all", Preparation(kernels_of("cuda"))).compiled
+    for op in compiled.graph.ops:
+        if op.node.op_type == "Where":
+            assert len({compiled.tensors[name].dtype for name in (*op.node.input[1:], *op.node.output)}) == 1
+
+
 def test_uneven_transposed_convolutions_are_named():
     nodes = [make("ConvTranspose", ["x", "w"], ["y"], name="up", pads=[0, 0, 1, 1])]
     model = model_of(nodes, {"x": [1, 4, 16, 16], "w": [4, 4, 3, 3]}, {"y": [1, 4, 17, 17]})

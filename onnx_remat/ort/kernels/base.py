@@ -138,6 +138,9 @@ class Kernels:
         Whether the device's kernel does not support a node's attributes.
     host_fusions : tuple of str
         ONNX Runtime's names of the optimisations for its host provider alone; empty for the host provider itself.
+    device_fusions : tuple of str
+        Those for the device's provider alone, which a query without the device does not show. A `Session` leaves them
+        out: the nodes that they join are members of its fused kernels, and it runs what was planned.
     library_workspace : int
         Bytes allowed for a vendor library's workspace in a convolution, which is unknown without the device.
     off_stream : frozenset of OpKey
@@ -165,6 +168,7 @@ class Kernels:
     device_until: Mapping[OpKey, int] = field(default_factory=dict)
     not_on_device: Callable[[onnx.NodeProto], bool] = lambda _: False
     host_fusions: tuple[str, ...] = ()
+    device_fusions: tuple[str, ...] = ()
     library_workspace: int = 0
     off_stream: frozenset[OpKey] = frozenset()
     costs: str = "cpu"

@@ -124,6 +124,8 @@ _HOST_FUSIONS: Final = (
     "ConvAddActivationFusion", "GemmActivationFusion", "NchwcTransformer", "NhwcTransformer",
 )  # fmt: skip
 
+_DEVICE_FUSIONS: Final = ("BiasDropoutFusion", "BiasSoftmaxFusion")
+
 
 def uneven_pads(node: onnx.NodeProto) -> bool:
     """Whether a ConvTranspose pads its two ends differently, which cuDNN does not support.
@@ -159,6 +161,7 @@ CUDA: Final = Kernels(
     device_until={(_ONNX, "MaxPool"): 22},
     not_on_device=uneven_pads,
     host_fusions=_HOST_FUSIONS,
+    device_fusions=_DEVICE_FUSIONS,
     library_workspace=cuda_workspace.MARGIN,
     off_stream=frozenset((_ONNX, op) for op in ("Einsum", "LogSoftmax", "Softmax")),
     costs="a100",
