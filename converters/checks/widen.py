@@ -1,10 +1,12 @@
-"""Models of bfloat16 as models of float32 that round after each node: ONNX Runtime's CPU has few bfloat16 kernels."""
+"""Models in half precision in a form that ONNX Runtime's CPU runs: it has few kernels for bfloat16."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+
+from ..passes.widen_halves import in_float32, widen_attributes
 
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
@@ -13,7 +15,8 @@ def widened(model: ir.Model) -> ir.Model:
     """Return a copy for checks that has float32 wherever the model has bfloat16, and rounds to bfloat16 after each
     node.
 
-    A bfloat16 kernel that computes in float32 and rounds its result gives the same numbers.
+    A bfloat16 kernel that computes in float32 and rounds its result gives the same numbers. Sums that a node scatters
+    in float16, which the CPU refuses, are computed in float32 as well.
     """
     copy = model.clone()
     graph = copy.graph
@@ -23,12 +26,9 @@ def widened(model: ir.Model) -> ir.Model:
             if value.const_value is not None:
                 value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in list(graph):
-        for attribute in node.attributes.values():
-            if attribute.name in ("to", "dtype") and attribute.as_int() == NARROW:
-                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(WIDE))
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == NARROW:
-                wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
-                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
+        if node.op_type == "ScatterElements" and "reduction" in node.attributes:
+            in_float32(node, [ir.DataType.FLOAT16])
+        widen_attributes(node, [NARROW])
         for value in node.outputs:
             if value.dtype == NARROW:
                 _round(graph, node, value)

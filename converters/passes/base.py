@@ -27,6 +27,7 @@ class Fact(StrEnum):
     SOFTMAX = "no gradient of a softmax contains a matrix of zeros"
     LATE = "large constants of the backward pass wait for the loss"
     MASKS = "every Dropout in training has a reader of its mask"
+    KERNELS = "a device has a kernel for every node in half precision"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from .shorten_masked_softmax import shorten_masked_softmax
 from .simplify import simplify
 from .sink_constants import sink_constants
 from .sum_once import sum_once
+from .widen_halves import widen_halves
 from .write_safely import write_safely
 
 _MADE = frozenset({Fact.SHAPES, Fact.STATED})
@@ -37,6 +38,7 @@ PYTORCH = Order(
         inherit_phases,
         attention_in_parts,
         recompute_silu,
+        widen_halves,
         sink_constants,
     ),
     promised=_DONE - {Fact.MASKS},
@@ -58,6 +60,7 @@ JAX = Order(
         sum_once,
         add_to_softmax,
         attention_in_parts,
+        widen_halves,
         sink_constants,
     ),
     promised=_DONE,
@@ -85,6 +88,7 @@ DIFFERENTIATED = Order(
         add_to_softmax,
         loss_in_parts,
         attention_in_parts,
+        widen_halves,
         sink_constants,
         read_masks,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import onnx_ir as ir
 import onnxscript.optimizer
@@ -16,6 +17,7 @@ from onnx_remat.errors import ConversionError
 
 from .. import names
 from ..passes import order
+from .arrays import array
 from .private_torch import remembering
 from .program import program
 from .refusals import untranslated
@@ -23,6 +25,9 @@ from .trace import Trace, quiet
 
 FOLDED = 4096
 """Elements of the largest constant computed by the converter; the run computes larger ones, and can free them."""
+
+_ALLOWS_BFLOAT16 = 22
+"""First opset in which all operators with floating-point inputs take bfloat16."""
 
 _WATCHED = "watched."
 
@@ -55,6 +60,7 @@ def lower(
             raise untranslated(error, trace.graph.graph, trace.lines) from error
     assert made is not None
     model = made.model
+    _round_outputs(model.graph, trace.graph)
     _name_dimensions(model.graph, list(inputs), dynamic)
     _label(model.graph)
     with _one_output(model.graph):
@@ -63,7 +69,8 @@ def lower(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     outputs = [*trace.outputs, *(f"{_WATCHED}{index}" for index in range(trace.watched))]
     _interface(model.graph, list(inputs), outputs)
-    common.ShapeInferencePass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    _infer_shapes(model)
     order.PYTORCH.run(
         model,
         {
@@ -72,6 +79,32 @@ def lower(
         },
     )
     return model
+
+
+def _round_outputs(graph: ir.Graph, traced: torch.fx.GraphModule) -> None:
+    """Give outputs the types that they have in torch: the exporter returns sums in half precision before it rounds."""
+    made: Any = traced.graph.output_node().args[0]
+    for index, (value, source) in enumerate(zip(graph.outputs, made, strict=True)):
+        expected = ir.DataType.from_numpy(array(torch.empty(0, dtype=source.meta["val"].dtype)).dtype)
+        if value.dtype not in (None, expected):
+            cast = ir.node("Cast", [value], {"to": int(expected)})
+            cast.meta["node"] = source
+            cast.outputs[0].shape, cast.outputs[0].type = value.shape, ir.TensorType(expected)
+            cast.outputs[0].name = f"{value.name}.rounded.{index}"
+            graph.append(cast)
+            graph.outputs[index] = cast.outputs[0]
+
+
+def _infer_shapes(model: ir.Model) -> None:
+    """Infer types and shapes, in bfloat16 by an opset that allows it everywhere: else inference fails as a whole.
+
+    Nodes that their own opset forbids are widened later (`widen_halves`).
+    """
+    opset = model.opset_imports[""]
+    if any(value.dtype == ir.DataType.BFLOAT16 for node in model.graph for value in node.outputs):
+        model.opset_imports[""] = max(opset, _ALLOWS_BFLOAT16)
+    common.ShapeInferencePass()(model)
+    model.opset_imports[""] = opset
 
 
 @contextmanager

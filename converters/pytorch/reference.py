@@ -70,15 +70,17 @@ def moved(
     tolerance: Mapping[str, float],
     answer: Mapping[str, np.ndarray],
     noise: Mapping[str, float],
+    eps: float,
 ) -> dict[str, float]:
     """Return the change of each output in `answer` when parameters change by a rounding error; at least its `noise`.
 
-    The change is a unit in the last place, up or down at random. An output that changes by more than a tolerance is
+    The change is a unit in the last place of their type, or `eps` where the step computes in a coarser one, up or down
+    at random. An output that changes by more than a tolerance is
     indistinguishable from noise (such as a gradient that is zero in exact arithmetic).
     """
     generator = torch.Generator().manual_seed(0)
     values = {
-        name: _jitter(value, generator) if name in step.trainable else value.clone()
+        name: _jitter(value, generator, eps) if name in step.trainable else value.clone()
         for name, value in step.inputs.items()
     }
     again = _run(step, values, watched, tolerance)
@@ -122,9 +124,9 @@ def _wide(value: Any) -> Any:
     return torch.float64 if value in _FLOATS else value
 
 
-def _jitter(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _jitter(value: torch.Tensor, generator: torch.Generator, eps: float) -> torch.Tensor:
     sign = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-    return value * (1 + sign * torch.finfo(value.dtype).eps)
+    return value * (1 + sign * max(eps, torch.finfo(value.dtype).eps))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from .. import names
 from ..checks import agreement as check
 from ..checks import default_level, tolerances
 from ..checks.widen import NARROW, wide, widened
+from ..passes.widen_halves import HALVES
 from . import reference
 from .arrays import array
 from .lower import watched
@@ -70,7 +72,7 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
         try:
             result = check.compare(made_here, expected, tolerance, noise)
         except ConversionError:
-            noise = reference.moved(traced, seen, tolerance, expected, noise)
+            noise = reference.moved(traced, seen, tolerance, expected, noise, _eps(made))
             result = check.compare(made_here, expected, tolerance, noise)
     measured = distances and tolerances.is_single(tolerance) and result.error > tolerances.EXACT_ABOVE
     if measured and (answer := exact()) is not None:
@@ -87,6 +89,12 @@ def _tolerance(model: ir.Model) -> dict[str, float]:
     """Return the tolerance by dtype: a value computed in a narrow type stays inexact in a wide output (autocast)."""
     kinds = {value.dtype.name.lower() for node in model.graph for value in node.outputs if value.dtype is not None}
     return tolerances.allowed(kinds & {"float16", "bfloat16"})
+
+
+def _eps(model: ir.Model) -> float:
+    """Return the rounding error of the coarsest type in half precision that a step computes in; else 0."""
+    kinds = {value.dtype for node in model.graph for value in node.outputs}
+    return max((float(ml_dtypes.finfo(kind.numpy()).eps) for kind in HALVES if kind in kinds), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.P
     """Return the model's outputs without optimisations, and the step in the form that was run."""
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     narrow = frozenset(str(value.name) for value in values if value.dtype == NARROW)
-    if narrow:
+    if any(value.dtype in HALVES for value in values):
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
     proto = default_level.seeded(ir.to_proto(model))
     outputs = list(proto.graph.output)

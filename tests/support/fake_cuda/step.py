@@ -19,6 +19,8 @@ import numpy as np
 
 from tests.support.fake_cuda.device import Device
 
+_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+
 
 def main() -> None:
     """Run what stdin asks for."""
@@ -43,22 +45,30 @@ def _session(device: Device, job: dict[str, Any], **more: object) -> Any:
     return session
 
 
-def _feeds(device: Device, session: Any) -> dict[str, np.ndarray]:
-    kinds = {"float": "float32", "double": "float64"}
-    return {
-        i.name: np.zeros([d if isinstance(d, int) else 1 for d in i.shape], kinds.get(i.type[7:-1], i.type[7:-1]))
-        for i in session.get_inputs()
-    }
+def _feeds(device: Device, session: Any) -> tuple[dict[str, Any], int]:
+    """Inputs on the device, and their bytes."""
+    kinds = {"float": "float32", "double": "float64", "bfloat16": "uint16"}
+    feeds, nbytes = {}, 0
+    for put in session.get_inputs():
+        kind = put.type[7:-1]
+        array = np.zeros([d if isinstance(d, int) else 1 for d in put.shape], kinds.get(kind, kind))
+        nbytes += array.nbytes
+        make = device.ort.OrtValue
+        feeds[put.name] = (
+            make.ortvalue_from_shape_and_type(array.shape, _BFLOAT16, "cuda", 0)  # numpy has no bfloat16
+            if kind == "bfloat16"
+            else make.ortvalue_from_numpy(array, "cuda", 0)
+        )
+    return feeds, nbytes
 
 
 def _step(device: Device, job: dict[str, Any]) -> dict[str, object]:
     session = _session(device, job)
     binding = session.io_binding()
     weights = device.read("live")
-    inputs = _feeds(device, session)
-    fed = sum(array.nbytes for array in inputs.values())
-    for name, array in inputs.items():
-        binding.bind_ortvalue_input(name, device.ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0))
+    inputs, fed = _feeds(device, session)
+    for name, value in inputs.items():
+        binding.bind_ortvalue_input(name, value)
     opened = device.read("live")
     for _ in range(2):
         binding.clear_binding_outputs()
@@ -80,7 +90,7 @@ def _step(device: Device, job: dict[str, Any]) -> dict[str, object]:
 def _order(device: Device, job: dict[str, Any]) -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         session = _session(device, job, enable_profiling=True, profile_file_prefix=f"{folder}/profile")
-        session.run(None, _feeds(device, session))
+        session.run_with_ort_values([output.name for output in session.get_outputs()], _feeds(device, session)[0])
         events = json.loads(Path(session.end_profiling()).read_text())
     nodes = [e for e in events if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
     nodes.sort(key=lambda event: event["ts"])
