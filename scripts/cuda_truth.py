@@ -1,6 +1,6 @@
 """What ONNX Runtime's CUDA provider makes of rewritten steps: peaks, order, host waits and copies, in one table.
 
-    python -m scripts.cuda_truth FOLDER_OR_FILE... [--budget 60%] [--time-limit 10] [--levels disable,basic,all,session]
+    python -m scripts.cuda_truth FOLDER_OR_FILE... [--budget 60%] [--effort 10] [--levels disable,basic,all,session]
                                                    [--keep FOLDER]
     python -m scripts.cuda_truth --keep FOLDER --versions
 
@@ -98,7 +98,7 @@ class Line:
         )
 
 
-def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str], keep: Path) -> Iterator[Line]:
+def lines(path: Path, budget: str, effort: float, levels: Sequence[str], keep: Path) -> Iterator[Line]:
     """Rewrite a step and run it at every level, or read what is kept of either."""
     options = Options(provider="cuda", cudnn_workspace=WORKSPACE)
     for level in levels:
@@ -108,7 +108,7 @@ def lines(path: Path, budget: str, time_limit: float, levels: Sequence[str], kee
             if not small.exists():
                 small.parent.mkdir(exist_ok=True)
                 rewrite_model(
-                    path, budget, provider="cuda", cudnn_workspace=WORKSPACE, time_limit=time_limit,
+                    path, budget, provider="cuda", cudnn_workspace=WORKSPACE, effort=effort,
                     run_by="loop" if level == SESSION else "session",
                 ).save(small)  # fmt: skip
             model = onnx.load(small)
@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, metavar="FOLDER_OR_FILE")
     parser.add_argument("--budget", default="60%")
-    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--effort", type=float, default=10.0, help="of each plan: the same plan on any machine")
     parser.add_argument("--levels", default="disable,basic,all,session")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--versions", action="store_true", help="sum up what is in --keep")
@@ -212,7 +212,7 @@ def main() -> None:
         keep.mkdir(parents=True, exist_ok=True)
         for path in [file for p in given.paths for file in (sorted(p.rglob("*.onnx")) if p.is_dir() else [p])]:
             try:
-                for line in lines(path, given.budget, given.time_limit, given.levels.split(","), keep):
+                for line in lines(path, given.budget, given.effort, given.levels.split(","), keep):
                     print(line, flush=True)
                     seen.append(line)
             except (OnnxRematError, run.Failed) as error:

@@ -47,7 +47,7 @@ def _autodiff() -> dict[str, Builder]:
 def _cuda() -> dict[str, Builder]:
     from . import cuda_models
 
-    return {f"torch_{name}": partial(partial, cuda_models.step, name) for name in cuda_models.STEPS}
+    return {f"torch_{name}": partial(partial, cuda_models.step, name) for name in cuda_models.NAMES}
 
 
 def _zoo(family: str) -> dict[str, Builder]:

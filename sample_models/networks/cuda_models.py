@@ -1,14 +1,15 @@
-"""Ten training steps from PyTorch, small enough to plan in seconds, for a device that is a fake.
+"""Fifteen training steps from PyTorch, small enough to plan in seconds, for a device that is a fake.
 
     python -m sample_models.networks.cuda_models FOLDER
 
-writes those that FOLDER lacks. `half` trains in half precision as one does on a GPU: autocast to float16, weights in
-float32, and a loss that is scaled by 1024 so that small gradients do not vanish; the update divides by it again.
+writes those that FOLDER lacks. Six train in half precision as one does on a GPU, by AdamW: `half` and `half_...` by
+autocast to float16, weights in float32, with a `GradScaler`; `bfloat16_...` by autocast to bfloat16, and
+`bfloat16_weights` with weights and state in bfloat16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx
@@ -17,8 +18,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from sample_models.networks.torch_models import UNet, import_torchvision
-
-SCALE = 1024.0
 
 
 class Blocks(nn.Module):
@@ -47,30 +46,16 @@ class Blocks(nn.Module):
 
 
 class Autocast(nn.Module):
-    """A model that computes in float16 what autocast does, and returns float32."""
+    """A model that computes in half precision what autocast does, and returns float32."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.dtype = model, dtype
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The model's result."""
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", self.dtype):
             return self.model(*inputs).float()
-
-
-class Unscaled(torch.optim.Optimizer):
-    """Gradient descent for a loss that was multiplied by `SCALE`."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter], rate: float) -> None:
-        super().__init__(parameters, {"rate": rate})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Divide, then update."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad / SCALE * group["rate"])
 
 
 class Recurrent(nn.Module):
@@ -109,6 +94,10 @@ def _unet() -> tuple[nn.Module, Any]:
     return UNet([16, 32, 64], 4), (torch.randn(4, 3, 64, 64), torch.randint(0, 4, (4, 64, 64)))
 
 
+def _language() -> tuple[nn.Module, Any]:
+    return Blocks(4, 128, 4, 512, 128), _tokens()
+
+
 STEPS: Mapping[str, Callable[[], tuple[nn.Module, Any]]] = {
     "resnet18": _vision("resnet18", 96, 64),
     "mobilenet": _vision("mobilenet_v2", 64, width_mult=0.5, dropout=0.0),
@@ -116,11 +105,21 @@ STEPS: Mapping[str, Callable[[], tuple[nn.Module, Any]]] = {
     "shufflenet": _vision("shufflenet_v2_x0_5", 64),
     "squeezenet": _vision("squeezenet1_1", 64, dropout=0.0),
     "vit": _transformer,
-    "gpt": lambda: (Blocks(4, 128, 4, 512, 128), _tokens()),
+    "gpt": _language,
     "unet": _unet,
     "lstm": lambda: (Recurrent(), (torch.randn(64, 24, 64), torch.randint(0, 10, (64,)))),
-    "half": lambda: (Autocast(Blocks(4, 128, 4, 512, 128)), _tokens()),
 }
+
+_HALVES: Mapping[str, tuple[Callable[[], tuple[nn.Module, Any]], torch.dtype]] = {
+    "half": (_language, torch.float16),
+    "half_resnet18": (STEPS["resnet18"], torch.float16),
+    "half_unet": (_unet, torch.float16),
+    "bfloat16_gpt": (_language, torch.bfloat16),
+    "bfloat16_vit": (_transformer, torch.bfloat16),
+}
+
+
+NAMES = (*STEPS, *_HALVES, "bfloat16_weights")
 
 
 def step(name: str) -> onnx.ModelProto:
@@ -128,8 +127,16 @@ def step(name: str) -> onnx.ModelProto:
     from onnx_remat.converters.pytorch import export_training_step
 
     torch.manual_seed(0)
-    model, batch = STEPS[name]()
-    if name != "half":
+    if name in STEPS:
+        model, batch = STEPS[name]()
         return export_training_step(model, batch, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1))
-    scaled = lambda output, target: F.cross_entropy(output, target) * SCALE  # noqa: E731
-    return export_training_step(model, batch, scaled, Unscaled(model.parameters(), 0.1))
+    if name == "bfloat16_weights":
+        model, batch = _language()
+        model.bfloat16()
+    else:
+        make, dtype = _HALVES[name]
+        model, batch = make()
+        model = Autocast(model, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu") if name.startswith("half") else None
+    return export_training_step(model, batch, F.cross_entropy, optimizer, scaler=scaler)
