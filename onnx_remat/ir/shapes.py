@@ -366,12 +366,6 @@ def declared(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def symbolic(model: onnx.ModelProto) -> dict[str, tuple[Dim, ...]]:
-    """Return the shapes that a model states, by value name, sizes that it leaves open by their names."""
-    stated = ((value.name, _dims(value.type)) for value in _typed_values(model.graph))
-    return {name: known for name, known in stated if known is not None}
-
-
 def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
     shape = _shape(kind)
     assert shape is not None
@@ -379,6 +373,11 @@ def _tensor(name: str, kind: TypeProto, as_written: TypeProto | None) -> Tensor:
         raise ModelError(f"value {name!r} has a negative dimension: {shape}")
     dtype = kind.tensor_type.elem_type
     return Tensor(dtype, shape, tensor_bytes(dtype, shape), _dims(as_written))
+
+
+def axes(kind: TypeProto) -> tuple[Dim, ...]:
+    """Return the axes of a type: sizes, names of open ones, None for unknown ones; empty for an unknown rank."""
+    return _dims(kind) or ()
 
 
 def _dims(kind: TypeProto | None) -> tuple[Dim, ...] | None:

@@ -171,11 +171,12 @@ def executed_as_it_lies(model: onnx.ModelProto, stated: Preparation) -> Executed
 def _with_shapes_of_moved(
     executed: Executed, model: onnx.ModelProto, shown: onnx.ModelProto | None, dims: Mapping[str, int]
 ) -> Executed:
-    """Return an optimised graph with the shapes that ONNX Runtime knows of the values that it named itself.
+    """Return an optimised graph with the shapes that ONNX Runtime knows of the results that it gave to nodes.
 
-    It moves a Transpose behind a node by giving the node another result, of the same shape but for the order of axes
-    (``transpose_optimization/onnx_transpose_optimization.cc``, ``TransposeOutput``). The graph that it saves does not
-    state this shape, which cannot be inferred if the file hides that of the node's input.
+    It moves a Transpose behind a node by giving the node another result, of the same type and shape but for the order
+    of axes (``transpose_optimization/onnx_transpose_optimization.cc``, ``TransposeOutput``). The graph that it saves
+    does not state this shape, which cannot be inferred if the file hides that of the node's input. A result of another
+    type, of a kernel that computes in float32, has no known shape.
     """
     compiled = executed.compiled
     own = {name for node in model.graph.node for name in node.output}
@@ -183,33 +184,32 @@ def _with_shapes_of_moved(
     moved = [op for op in compiled.graph.ops if op.node.name and not hidden.isdisjoint(op.node.output)]
     if not moved:
         return executed
-    known = shapes.symbolic(shown or shapes.declared(model))
-    was = {node.name: node.output for node in model.graph.node}
+    graph = (shown or shapes.declared(model)).graph
+    stated = {value.name: value.type for value in (*graph.value_info, *graph.output)}
+    before = {node.name: node.output for node in model.graph.node}
     tensors = dict(compiled.tensors)
     for op in moved:
-        for name, before in zip(op.node.output, was.get(op.node.name, ()), strict=False):
-            if name in hidden and (axes := _reordered(known.get(before, ()), tensors[name].shape, dims)):
+        for name, old in zip(op.node.output, before.get(op.node.name, ()), strict=False):
+            kind = stated.get(old)
+            if name in hidden and kind is not None and kind.tensor_type.elem_type == tensors[name].dtype:
+                axes = _reordered(shapes.axes(kind), tensors[name].shape, dims)
                 tensors[name] = replace(tensors[name], symbolic=axes)
     shape_class, poolable = shape_classes([tensors[name] for name in compiled.graph.values])
     problem = replace(compiled.problem, shape_class=shape_class, poolable=poolable)
     return replace(executed, compiled=replace(compiled, tensors=tensors, problem=problem))
 
 
-def _reordered(known: Sequence[Dim], shape: Sequence[int], dims: Mapping[str, int]) -> tuple[Dim, ...]:
-    """Return the axes of known dimensions in the order of a shape; empty if they are not those of the shape.
+def _reordered(known: Sequence[Dim], shape: Sequence[int], dims: Mapping[str, int]) -> tuple[Dim, ...] | None:
+    """Return known axes in the order of a shape; None if they are not those of the shape, or two of one size differ.
 
-    >>> _reordered((4, "n", 7), (7, 4, 2), {"n": 2}), _reordered((4, 7), (7, 5), {})
-    ((7, 4, 'n'), ())
+    >>> _reordered((4, "n", 7), (7, 4, 2), {"n": 2}), _reordered((2, "n"), (2, 2), {"n": 2})
+    ((7, 4, 'n'), None)
     """
-    left = list(known)
-    found = []
-    for size in shape:
-        axis = next((dim for dim in left if (dims.get(dim) if isinstance(dim, str) else dim) == size), None)
-        if axis is None:
-            return ()
-        left.remove(axis)
-        found.append(axis)
-    return () if left else tuple(found)
+    sizes = [dims.get(axis) if isinstance(axis, str) else axis for axis in known]
+    of_size = dict(zip(sizes, known, strict=True))
+    if sorted(shape) != sorted(size or 0 for size in sizes) or len(of_size) != len(set(known)):
+        return None
+    return tuple(of_size[size] for size in shape)
 
 
 def whom_to_ask(kernels: Kernels, by_session: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 ONNX Runtime's CPU provider inserts casts around nodes in half precision, so its optimised graph would not resemble the
 device's. For the same graph in float32 it makes the graph that the device makes in half precision, provided that casts
-that change nothing in float32 stay (`KEEPS_CASTS`, `_STAND_IN`).
+that change nothing in float32 stay (`KEEPS_CASTS`, `_STAND_INS`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from onnx_remat.ir import native
+from onnx_remat.ir import constant_nodes, native
 from onnx_remat.ir.body import bodies
 from onnx_remat.ir.shapes import Tensor
 
@@ -24,9 +24,13 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 KEEPS_CASTS = ("CastElimination", "CastChainElimination")
 """ONNX Runtime's names of the optimisations that would eliminate casts that only matter in half precision."""
 
-_STAND_IN = "Abs"
-"""Operator in place of a Cast that reads what another Cast rounds: at every level, ONNX Runtime removes a pair of casts
-from float32 and back. Its optimisations treat both operators alike."""
+_STAND_INS = {False: "Max", True: "Min"}
+"""Operators in place of a Cast that reads what another Cast rounds, by whether it rounds again: of one number, each is
+that number. At every level, ONNX Runtime removes a pair of casts from float32 and back; other optimisations treat a
+Cast and these alike."""
+
+_MAY_VANISH = ("Dropout", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that may be removed between two casts."""
 
 _TYPE_NAMES = ("to", "dtype", "output_dtype")  # attributes of standard operators that are an element type
 
@@ -53,13 +57,15 @@ def _to_floats(graph: onnx.GraphProto) -> None:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     for tensor in graph.initializer:
         _widen(tensor)
-    rounded = {
-        node.output[0] for node in graph.node if node.op_type == "Cast" and any(a.i in HALVES for a in node.attribute)
-    }
+    rounded: set[str] = set()
     for name, node in zip(_names(graph), graph.node, strict=True):
         node.name = name
-        if node.op_type == "Cast" and node.input[0] in rounded and _makes_floats(node):
-            node.op_type = _STAND_IN
+        to = next((a.i for a in node.attribute if a.name == "to"), None) if node.op_type == "Cast" else None
+        follows = bool(node.input) and node.input[0] in rounded
+        if to in HALVES or (follows and node.op_type in _MAY_VANISH):
+            rounded.add(node.output[0])
+        if follows and to in (TensorProto.FLOAT, *HALVES):
+            node.op_type = _STAND_INS[to in HALVES]
             node.ClearField("attribute")
         for attribute in _typed(node):
             if attribute.type == onnx.AttributeProto.TENSOR:
@@ -85,11 +91,11 @@ def _to_halves(graph: onnx.GraphProto, own: onnx.GraphProto, types: Mapping[str,
             kind = onnx.helper.tensor_dtype_to_np_dtype(types[tensor.name])
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(kind), tensor.name))
     nodes = dict(zip(_names(own), own.node, strict=True))
-    _part_constants(graph, own, nodes)
+    _separate_constants(graph, own, nodes)
     for node in graph.node:
         if node.name not in nodes:
             continue
-        if node.op_type == _STAND_IN and nodes[node.name].op_type == "Cast":
+        if node.op_type in _STAND_INS.values() and nodes[node.name].op_type == "Cast":
             node.op_type = "Cast"
             node.attribute.extend(nodes[node.name].attribute)
         narrow = {attribute.name: attribute for attribute in _typed(nodes[node.name])}
@@ -101,25 +107,28 @@ def _to_halves(graph: onnx.GraphProto, own: onnx.GraphProto, types: Mapping[str,
                 _body_to_halves(attribute.g, before[attribute.name])
 
 
-def _part_constants(graph: onnx.GraphProto, own: onnx.GraphProto, nodes: Mapping[str, onnx.NodeProto]) -> None:
+def _separate_constants(graph: onnx.GraphProto, own: onnx.GraphProto, nodes: Mapping[str, onnx.NodeProto]) -> None:
     """Let nodes read the constants that they read before: in float32, ONNX Runtime shares equal ones of all types.
 
     A node may have its inputs in another order (``Where(Not(x), a, b)``), so it is the number that tells a constant.
     """
     floats = (TensorProto.FLOAT, *HALVES)
-    was = {tensor.name: tensor for tensor in own.initializer if tensor.data_type in floats}
+    stated = {node.output[0]: constant_nodes.tensor_of(node) for node in own.node if node.op_type == "Constant"}
+    stated |= {tensor.name: tensor for tensor in own.initializer}
+    was = {name: tensor for name, tensor in stated.items() if tensor is not None and tensor.data_type in floats}
     now = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type in floats}
+    numbers = {name: _number(tensor) for name, tensor in (was | now).items()}
     for node in graph.node:
-        before = [name for name in (nodes[node.name].input if node.name in nodes else ()) if name in was]
+        before = nodes[node.name].input if node.name in nodes else ()
+        by_number = {numbers[name]: name for name in before if name in was}
         for slot, name in enumerate(node.input):
-            if name not in now or name in before:
-                continue
-            alike = [known for known in before if _number(was[known]) == _number(now[name])]
-            if alike and was[alike[0]].data_type != now[name].data_type:
-                node.input[slot] = alike[0]
-                if alike[0] not in now:
-                    now[alike[0]] = was[alike[0]]
-                    graph.initializer.append(was[alike[0]])
+            known = by_number.get(numbers[name]) if name in now and name not in before else None
+            if known is not None and was[known].data_type != now[name].data_type:
+                node.input[slot] = known
+                if known not in now:
+                    now[known] = was[known]
+                    graph.initializer.append(was[known])
+                    graph.initializer[-1].name = known
 
 
 def _number(tensor: onnx.TensorProto) -> bytes:
@@ -149,10 +158,6 @@ def _typed(node: onnx.NodeProto) -> Iterator[onnx.AttributeProto]:
         tensor = attribute.type == onnx.AttributeProto.TENSOR and attribute.t.data_type in HALVES
         if tensor or (attribute.name in _TYPE_NAMES and attribute.i in HALVES):
             yield attribute
-
-
-def _makes_floats(node: onnx.NodeProto) -> bool:
-    return any(a.name == "to" and a.i in (TensorProto.FLOAT, *HALVES) for a in node.attribute)
 
 
 def _widen(tensor: onnx.TensorProto) -> None:

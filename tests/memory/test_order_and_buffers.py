@@ -159,25 +159,45 @@ def test_bodies_are_sized_by_the_shapes_that_they_read():
         assert "twice" in scan.captured and len(scan.captured) == 2
 
 
-@pytest.mark.parametrize("level", ["disable", "basic", "all"])
-def test_a_value_whose_shape_onnx_runtime_knows_from_moving_a_transpose_takes_a_freed_buffer(level, tmp_path):
-    """It moves the Transpose behind the Slice, whose new result has the shape of p: p's buffer waits for it."""
-    make, info = helper.make_node, helper.make_tensor_value_info
-    small, large = [32, 128, 256], [64, 128, 256]
+def waiting(tail: list[onnx.NodeProto], stated: onnx.ValueInfoProto) -> onnx.ModelProto:
+    """A buffer of the shape of x is freed, then twice as much is live; `tail` makes y from a, whose shape is hidden."""
+    make, small, large = helper.make_node, [32, 128, 256], [64, 128, 256]
     nodes = [
         make("Exp", ["x"], ["p"], name="p"), make("ReduceSum", ["p"], ["s"], name="s", keepdims=0),
         make("Add", ["w", "s"], ["q"], name="q"), make("ReduceSum", ["q"], ["s2"], name="s2", keepdims=0),
-        make("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"), make("Add", ["x_", "s2"], ["a"], name="a"),
-        make("Transpose", ["a"], ["t"], name="t", perm=[0, 2, 1]),
-        make("Slice", ["t", "zero", "end", "one"], ["c"], name="c"),
-        make("ReduceMax", ["c"], ["y"], name="y", keepdims=0),
+        make("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"), make("Add", ["x_", "s2"], ["a"], name="a"), *tail,
     ]  # fmt: skip
     model = model_of(nodes, {"x": small, "w": large}, {"y": []})
-    model.graph.input.append(info(UNSEEN, onnx.TensorProto.INT64, [0]))
-    model.graph.value_info.append(info("c", onnx.TensorProto.FLOAT, [32, 256, 128]))
+    model.graph.input.append(helper.make_tensor_value_info(UNSEEN, onnx.TensorProto.INT64, [0]))
+    model.graph.value_info.append(stated)
     for name, number in (("zero", 0), ("one", 1), ("end", 256)):
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([number]), name))
-    path = tmp_path / "m.onnx"
+    return model
+
+
+@pytest.mark.parametrize("level", ["disable", "basic", "all"])
+@pytest.mark.parametrize("case", ["a Transpose that moves", "a cast for a kernel"])
+def test_a_value_that_onnx_runtime_names_takes_a_freed_buffer_if_it_knows_the_shape(case, level, tmp_path):
+    """It moves the Transpose behind the Slice, whose new result has the shape of p: p's buffer waits for it.
+
+    The result of a kernel that computes in float32 has another name than in the file, too, and no known shape.
+    """
+    make, info = helper.make_node, helper.make_tensor_value_info
+    if case == "a Transpose that moves":
+        tail = [
+            make("Transpose", ["a"], ["t"], name="t", perm=[0, 2, 1]),
+            make("Slice", ["t", "zero", "end", "one"], ["c"], name="c"),
+            make("ReduceMax", ["c"], ["y"], name="y", keepdims=0),
+        ]
+        stated = info("c", onnx.TensorProto.FLOAT, [32, 256, 128])
+    else:
+        tail = [
+            make("Cast", ["a"], ["h"], name="h", to=onnx.TensorProto.FLOAT16),
+            make("Softplus", ["h"], ["c"], name="c"), make("Cast", ["c"], ["f"], name="f", to=1),
+            make("ReduceMax", ["f"], ["y"], name="y", keepdims=0),
+        ]  # fmt: skip
+        stated = info("c", onnx.TensorProto.FLOAT16, [32, 128, 256])
+    model, path = waiting(tail, stated), tmp_path / "m.onnx"
     onnx.save(model, path)
     predicted = as_executed(model, None, level, Preparation(CPU))
     assert predicted.timeline.peak == pytest.approx(processes.measure(path, level).peak_bytes, rel=0.03)

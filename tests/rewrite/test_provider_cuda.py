@@ -89,34 +89,60 @@ def test_half_precision_in_bodies_and_of_quantised_values_is_planned_without_a_d
     assert halves == [TensorProto.FLOAT16] * 4 and not executed.emulated
 
 
+def without_device(text: str, level: str = "all") -> Compiled:
+    """A graph as the device is thought to run it: the CPU optimises it in float32."""
+    pytest.importorskip("onnxruntime")
+    model = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : 20]> g {text}""")
+    return as_executed(model, None, level, Preparation(kernels_of("cuda"))).compiled
+
+
+@pytest.mark.parametrize("between", ["i = Cast <to = 1> (h)", "j = Identity (h)  i = Cast <to = 1> (j)"])
 @pytest.mark.parametrize("narrow", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
-def test_casts_that_round_are_planned_without_a_device(narrow):
-    """The CPU optimises the graph in float32, where a cast to half precision and back changes nothing."""
-    pytest.importorskip("onnxruntime")
-    model = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : 20]>
-        g (float[64, 64] x) => (float y) {{
-            h = Cast <to = {narrow}> (x)  w = Cast <to = 1> (h)  e = Exp (w)
-            i = Cast <to = {narrow}> (e)  v = Cast <to = 1> (i)  t = Tanh (v)  y = ReduceSum <keepdims = 0> (t)
-        }}""")
+def test_casts_that_round_are_planned_without_a_device(narrow, between):
+    """In float32, a cast to half precision and back changes nothing."""
     for level in ("disable", "basic", "all"):
-        executed = as_executed(model, None, level, Preparation(kernels_of("cuda")))
-        compiled = executed.compiled
-        assert [op.node.op_type for op in compiled.graph.ops].count("Cast") == 4
-        assert compiled.tensors["h"].dtype == compiled.tensors["i"].dtype == narrow
+        plan = without_device(
+            f"""(float[64, 64] x) => (float y) {{
+                h = Cast <to = {narrow}> (x)  {between}  e = Exp (i)  y = ReduceSum <keepdims = 0> (e)
+            }}""",
+            level,
+        )
+        assert [op.node.op_type for op in plan.graph.ops].count("Cast") == 2
+        assert plan.tensors["h"].dtype == narrow and plan.tensors["i"].dtype == TensorProto.FLOAT
 
 
-def test_equal_constants_of_two_types_stay_two_without_a_device():
+def test_two_casts_of_a_rounded_value_stay_two_without_a_device():
+    plan = without_device("""(float[64, 64] x) => (float y, float16 z) {
+        h = Cast <to = 16> (x)  i = Cast <to = 10> (h)  w = Cast <to = 1> (h)  e = Exp (i)  f = Exp (w)
+        y = ReduceSum <keepdims = 0> (f)  z = ReduceSum <keepdims = 0> (e)
+    }""")
+    assert [plan.tensors[name].dtype for name in "ief"] == [TensorProto.FLOAT16, TensorProto.FLOAT16, TensorProto.FLOAT]
+
+
+def test_sizes_that_were_rounded_are_the_same_without_a_device():
+    plan = without_device("""(float[8, 8] x) => (float[n] y) <float[1] m = {-1}> {
+        a = Cast <to = 10> (m)  b = Cast <to = 1> (a)  c = Cast <to = 7> (b)  y = Reshape (x, c)
+    }""")
+    assert plan.tensors["y"].shape == (64,)
+
+
+@pytest.mark.parametrize(
+    ("stated", "made"),
+    [
+        ("<float zero = {0}, float16 none = {0}>", ""),
+        ("", "zero = Constant <value = float {0}> ()  none = Constant <value = float16 {0}> ()"),
+    ],
+    ids=["initializers", "nodes"],
+)
+def test_equal_constants_of_two_types_stay_two_without_a_device(stated, made):
     """In float32 they are one; ONNX Runtime also swaps the inputs of a Where that reads a Not."""
-    pytest.importorskip("onnxruntime")
-    model = onnx.parser.parse_model("""<ir_version: 12, opset_import: ["" : 20]>
-        g (float[64, 64] x, bool[64, 64] k) => (float y, float16 z) <float zero = {0}, float16 none = {0}> {
-            n = Not (k)  w = Where (n, x, zero)  h = Cast <to = 10> (x)  v = Where (k, h, none)
-            y = ReduceSum <keepdims = 0> (w)  z = ReduceSum <keepdims = 0> (v)
-        }""")
-    compiled = as_executed(model, None, "all", Preparation(kernels_of("cuda"))).compiled
-    for op in compiled.graph.ops:
+    plan = without_device(f"""(float[64, 64] x, bool[64, 64] k) => (float y, float16 z) {stated} {{
+        {made}  n = Not (k)  w = Where (n, x, zero)  h = Cast <to = 10> (x)  v = Where (k, h, none)
+        y = ReduceSum <keepdims = 0> (w)  z = ReduceSum <keepdims = 0> (v)
+    }}""")
+    for op in plan.graph.ops:
         if op.node.op_type == "Where":
-            assert len({compiled.tensors[name].dtype for name in (*op.node.input[1:], *op.node.output)}) == 1
+            assert len({plan.tensors[name].dtype for name in (*op.node.input[1:], *op.node.output)}) == 1
 
 
 def test_uneven_transposed_convolutions_are_named():
