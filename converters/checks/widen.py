@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from ..passes.widen_halves import in_float32, widen_attributes
+from ..passes.widen_halves import Names, in_float32, widen_attributes
 
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 
@@ -27,7 +27,7 @@ def widened(model: ir.Model) -> ir.Model:
                 value.const_value = ir.tensor(value.const_value.numpy().astype(np.float32), name=value.name)
     for node in list(graph):
         if node.op_type == "ScatterElements" and "reduction" in node.attributes:
-            in_float32(node, [ir.DataType.FLOAT16])
+            in_float32(node, Names(graph), [ir.DataType.FLOAT16])
         widen_attributes(node, [NARROW])
         for value in node.outputs:
             if value.dtype == NARROW:

@@ -7,6 +7,7 @@ anywhere.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import count
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_remat.ort.kernels.cuda import CUDA
 
+from ..values import constant
 from .base import Fact, rewrite
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -27,21 +29,22 @@ def widen_halves(model: ir.Model) -> None:
     float32 inside.
     """
     opset = model.opset_imports.get("") or 1
+    names = Names(model.graph)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if not node.domain and _lacks_kernel(node, opset):
-            in_float32(node)
+            in_float32(node, names)
 
 
 def _lacks_kernel(node: ir.Node, opset: int) -> bool:
-    values = [*node.inputs, *node.outputs]
-    if not any(value is not None and value.dtype in HALVES for value in values) or not node.inputs:
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    halves = {value.dtype for value in values} & set(HALVES)
+    tensors = all(value.type is None or isinstance(value.type, ir.TensorType) for value in values)
+    if not halves or not tensors or not node.inputs or not onnx.defs.has(node.op_type, opset):
         return False
-    first = node.inputs[0]
-    known = CUDA.device_types.get(("", node.op_type), frozenset(HALVES))
-    if first is not None and first.dtype in HALVES and first.dtype not in known and ir.DataType.FLOAT in known:
-        return True
-    if not onnx.defs.has(node.op_type, opset):
-        return False
+    first, known = node.inputs[0], CUDA.device_types.get(("", node.op_type), frozenset(HALVES))
+    narrow = None if first is None else first.dtype
+    if narrow in halves - known and (narrow == ir.DataType.BFLOAT16 or ir.DataType.FLOAT in known):
+        return True  # the CPU has kernels for many operators in float16, and computes them in float32
     schema = onnx.defs.get_schema(node.op_type, opset)
     return _is_forbidden(schema.inputs, node.inputs) or _is_forbidden(schema.outputs, node.outputs)
 
@@ -55,28 +58,51 @@ def _is_forbidden(formals: Sequence[onnx.defs.OpSchema.FormalParameter], values:
     )
 
 
-def in_float32(node: ir.Node, kinds: Collection[ir.DataType] = HALVES) -> None:
+class Names:
+    """The names of a graph's values and nodes, bodies included."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        self._taken = {node.name for node in nodes} | {value.name for node in nodes for value in node.outputs}
+        self._taken.update(value.name for node in nodes for value in node.inputs if value is not None)
+        self._taken.update(value.name for value in (*graph.inputs, *graph.initializers.values()))
+
+    def fresh(self, name: str) -> str:
+        """Return a name, or a numbered variant of it that is free."""
+        tried = (name if number == 0 else f"{name}.{number}" for number in count())
+        made = next(each for each in tried if each not in self._taken)
+        self._taken.add(made)
+        return made
+
+
+def in_float32(node: ir.Node, names: Names, kinds: Collection[ir.DataType] = HALVES) -> None:
     """Let a node read its inputs of these types as float32, and round its results to their type."""
     assert node.graph is not None
     labels, name = dict(node.metadata_props), node.outputs[0].name
     wide_of: dict[ir.Value, ir.Value] = {}
     for index, value in enumerate(node.inputs):
-        if value is not None and value.dtype in kinds:
-            if value not in wide_of:
-                cast = _cast(value, ir.DataType.FLOAT, f"{name}.wide.{index}", labels)
-                node.graph.insert_before(node, cast)
-                wide_of[value] = cast.outputs[0]
-            node.replace_input_with(index, wide_of[value])
+        if value is None or value.dtype not in kinds:
+            continue
+        if value not in wide_of:
+            wide = ir.Value(name=names.fresh(f"{name}.wide.{index}"), shape=value.shape, type=_SINGLE)
+            wide_of[value] = wide
+            number = constant(value)
+            if number is not None and value.graph is not None:
+                wide.const_value = ir.tensor(number.astype(np.float32), name=wide.name)
+                value.graph.register_initializer(wide)
+            else:
+                node.graph.insert_before(node, _cast(value, wide, names, labels))
+        node.replace_input_with(index, wide_of[value])
     widen_attributes(node, kinds)
     for value in node.outputs:
-        narrow = value.dtype
-        if narrow is not None and narrow in kinds:
-            value.type = ir.TensorType(ir.DataType.FLOAT)  # a new object: values share their types
-            cast = _cast(value, narrow, str(value.name), labels)
-            value.name = f"{value.name}.single"
-            value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
-            cast.replace_input_with(0, value)
-            node.graph.insert_after(node, cast)
+        if value.dtype in kinds:
+            narrow = ir.Value(name=value.name, shape=value.shape, type=value.type)
+            value.name, value.type = names.fresh(f"{value.name}.single"), _SINGLE
+            value.replace_all_uses_with(narrow, replace_graph_outputs=True)
+            node.graph.insert_after(node, _cast(value, narrow, names, labels))
+
+
+_SINGLE = ir.TensorType(ir.DataType.FLOAT)
 
 
 def widen_attributes(node: ir.Node, kinds: Collection[ir.DataType]) -> None:
@@ -89,8 +115,7 @@ def widen_attributes(node: ir.Node, kinds: Collection[ir.DataType]) -> None:
             node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
 
 
-def _cast(value: ir.Value, to: ir.DataType, name: str, labels: dict[str, str]) -> ir.Node:
-    node = ir.node("Cast", [value], {"to": int(to)}, name=f"node.{name}.cast", metadata_props=labels)
-    made = node.outputs[0]
-    made.name, made.shape, made.type = name, value.shape, ir.TensorType(to)
-    return node
+def _cast(value: ir.Value, made: ir.Value, names: Names, labels: dict[str, str]) -> ir.Node:
+    assert made.dtype is not None
+    name = names.fresh(f"node.{made.name}.cast")
+    return ir.node("Cast", [value], {"to": int(made.dtype)}, name=name, outputs=[made], metadata_props=labels)

@@ -15,6 +15,7 @@ from onnx_remat.session import heap
 
 from .. import names
 from ..checks import agreement as check
+from ..checks import tolerances
 from . import updates
 from .arrays import array, tensor
 from .decisions import Recorder, Replay
@@ -74,9 +75,10 @@ def moved(
 ) -> dict[str, float]:
     """Return the change of each output in `answer` when parameters change by a rounding error; at least its `noise`.
 
-    The change is a unit in the last place of their type, or `eps` where the step computes in a coarser one, up or down
-    at random. An output that changes by more than a tolerance is
-    indistinguishable from noise (such as a gradient that is zero in exact arithmetic).
+    The change is a unit in the last place of their type, up or down at random; where the step computes in a coarser
+    one, half of its `eps`, as large as rounding gets. Few such changes are noise then (`tolerances.HALF_ROUNDINGS`). An
+    output that changes by more than a tolerance is indistinguishable from noise (such as a gradient that is zero in
+    exact arithmetic).
     """
     generator = torch.Generator().manual_seed(0)
     values = {
@@ -85,7 +87,8 @@ def moved(
     }
     again = _run(step, values, watched, tolerance)
     floats = {name: value for name, value in answer.items() if check.is_float(value)}
-    return {name: max(_distance(value, again[name]), noise.get(name, 0.0)) for name, value in floats.items()}
+    share = tolerances.HALF_ROUNDINGS / tolerances.NOISE_FACTOR if eps else 1.0
+    return {name: max(share * _distance(value, again[name]), noise.get(name, 0.0)) for name, value in floats.items()}
 
 
 def _run(
@@ -126,7 +129,7 @@ def _wide(value: Any) -> Any:
 
 def _jitter(value: torch.Tensor, generator: torch.Generator, eps: float) -> torch.Tensor:
     sign = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-    return value * (1 + sign * max(eps, torch.finfo(value.dtype).eps))
+    return value * (1 + sign * max(eps / 2, torch.finfo(value.dtype).eps))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -9,7 +9,9 @@ import onnx
 import pytest
 
 torch = pytest.importorskip("torch")
+import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from onnx_remat.converters.passes.widen_halves import widen_halves  # noqa: E402
 from onnx_remat.converters.pytorch import export_training_step  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -86,3 +88,48 @@ def test_a_step_in_half_precision_has_a_kernel_for_every_node(kind, how, loss):
     first = [(node, types.get(node.input[0], 0)) for node in step.graph.node if node.input]
     assert [node.name for node, dtype in first if dtype in HALVES and CUDA.on_host(node, dtype, 20)] == []
     assert any(dtype in HALVES for _, dtype in first)
+
+
+def widened(text: str, opset: int = 20) -> onnx.ModelProto:
+    """A forward graph, after the pass."""
+    model = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : {opset}]> g {text}""")
+    made = ir.from_proto(onnx.shape_inference.infer_shapes(model))
+    widen_halves(made)
+    after = ir.to_proto(made)
+    onnx.checker.check_model(after, full_check=True)
+    return after
+
+
+def test_an_operator_that_a_device_lacks_altogether_is_widened_in_bfloat16():
+    """The host, to which it falls back, has no kernel in bfloat16; in float16 it has."""
+    kinds = [node.op_type for node in widened("(bfloat16[4] x) => (bfloat16[4] y) { y = Tan (x) }", 22).graph.node]
+    assert kinds == ["Cast", "Tan", "Cast"]
+    assert [node.op_type for node in widened("(float16[4] x) => (float16[4] y) { y = Tan (x) }", 22).graph.node] == [
+        "Tan"
+    ]
+
+
+def test_sequences_are_left_as_they_are():
+    text = "(float16[4] x) => (float16[n] y) { s = SequenceConstruct (x, x)  y = ConcatFromSequence <axis = 0> (s) }"
+    assert [node.op_type for node in widened(text).graph.node] == ["SequenceConstruct", "ConcatFromSequence"]
+
+
+def test_names_that_a_widened_node_would_take_are_free():
+    text = """(bfloat16[4] x) => (bfloat16[4] y, bfloat16[4] z, bfloat16[4] w) {
+        y = Log (x)  z = Neg (x)  w = Neg (x)
+    }"""
+    named = onnx.parser.parse_model(f"""<ir_version: 12, opset_import: ["" : 20]> g {text}""")
+    for node, name in zip(named.graph.node[1:], ("y.wide.0", "y.single"), strict=True):
+        node.output[0] = name
+    del named.graph.output[1:]
+    made = ir.from_proto(onnx.shape_inference.infer_shapes(named))
+    widen_halves(made)
+    onnx.checker.check_model(ir.to_proto(made), full_check=True)
+
+
+def test_constants_of_a_widened_node_are_stated_in_float32():
+    text = "(bfloat16[4] x) => (bfloat16[4] y) <bfloat16 low = {0}, bfloat16 high = {1}> { y = Clip (x, low, high) }"
+    model = widened(text)
+    assert [node.op_type for node in model.graph.node] == ["Cast", "Clip", "Cast"]
+    kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    assert [kinds[name] for name in model.graph.node[1].input[1:]] == [onnx.TensorProto.FLOAT] * 2
