@@ -1,7 +1,7 @@
 """Nodes in half precision that ONNX Runtime's CUDA provider has no kernel for, in float32.
 
 The CPU provider computes all half precision in float32, or not at all: what has no kernel on a device has none
-anywhere.
+anywhere. Sums at indices are the exception: a device adds them up in half precision, and the CPU refuses them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 @rewrite(ensures=[Fact.KERNELS])
 def widen_halves(model: ir.Model) -> None:
-    """Compute in float32, in place, nodes in half precision that CUDA has no kernel for, or that their opset forbids.
+    """Compute in float32, in place, sums at indices in half precision, and nodes in it that CUDA has no kernel for, or
+    that their opset forbids.
 
-    Results are rounded to the type that they had: every reader reads the same numbers as of a kernel that computes in
-    float32 inside.
+    The CPU has no kernel for such sums in float16; on a device, torch adds up in float32 as well. Results are rounded
+    to the type that they had: every reader reads the same numbers as of a kernel that computes in float32 inside.
     """
     opset = model.opset_imports.get("") or 1
     names = Names(model.graph)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if not node.domain and _lacks_kernel(node, opset):
+        if not node.domain and (_adds_at_indices(node) or _lacks_kernel(node, opset)):
             in_float32(node, names)
+
+
+def _adds_at_indices(node: ir.Node) -> bool:
+    reduction = node.attributes.get("reduction")
+    return node.op_type in ("ScatterElements", "ScatterND") and reduction is not None and reduction.value != "none"
 
 
 def _lacks_kernel(node: ir.Node, opset: int) -> bool:

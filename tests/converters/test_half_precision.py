@@ -1,9 +1,11 @@
-"""Steps in half precision as people train on GPUs: autocast, weights in bfloat16, and a scaled loss in float16.
+"""Steps in half precision as people train on GPUs: autocast, weights in a half type, and a scaled loss in float16.
 
 The check of the export compares their numbers with torch's; ONNX Runtime's CUDA provider has to have every kernel.
 """
 
 from __future__ import annotations
+
+import copy
 
 import onnx
 import pytest
@@ -12,7 +14,7 @@ torch = pytest.importorskip("torch")
 import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from onnx_remat.converters.passes.widen_halves import widen_halves  # noqa: E402
-from onnx_remat.converters.pytorch import export_training_step  # noqa: E402
+from onnx_remat.converters.pytorch import budgeted, export_training_step  # noqa: E402
 from torch import nn  # noqa: E402
 
 from onnx_remat.ort.kernels.cuda import CUDA  # noqa: E402
@@ -75,11 +77,12 @@ def test_a_step_in_half_precision_has_a_kernel_for_every_node(kind, how, loss):
     torch.manual_seed(0)
     model = kind()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if how == "autocast to float16" else None
-    model = model.bfloat16() if how == "bfloat16" else Autocast(model, torch.float16 if scaler else torch.bfloat16)
+    whole = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(how)
+    model = model.to(whole) if whole else Autocast(model, torch.float16 if scaler else torch.bfloat16)
     batch = (torch.randint(0, 11, (3, 6)), torch.randint(0, 11, (3, 6)))
     if kind is Images:
         batch = (torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,)))
-        batch = (batch[0].bfloat16(), batch[1]) if how == "bfloat16" else batch
+        batch = (batch[0].to(whole), batch[1]) if whole else batch
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     step = export_training_step(model, batch, loss, optimizer, scaler=scaler)
     onnx.checker.check_model(step, full_check=True)
@@ -133,3 +136,20 @@ def test_constants_of_a_widened_node_are_stated_in_float32():
     assert [node.op_type for node in model.graph.node] == ["Cast", "Clip", "Cast"]
     kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     assert [kinds[name] for name in model.graph.node[1].input[1:]] == [onnx.TensorProto.FLOAT] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*budget")
+def test_sums_at_indices_in_float16_train_on_the_cpu():
+    """Those of a MaxPool's gradient: ONNX Runtime's CPU has no kernel for them in float16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2, stride=1), nn.Flatten(), nn.Linear(36, 3)).half()
+    batch = (torch.randn(4, 1, 6, 6).half(), torch.randint(0, 3, (4,)))
+    other = copy.deepcopy(model)
+    step = budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch, progress=False)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = loss(other(batch[0]), batch[1])
+        expected.backward()
+        optimizer.step()
+        assert step(batch).item() == pytest.approx(expected.item(), rel=1e-2)
