@@ -6,7 +6,7 @@ anywhere. Sums at indices are the exception: a device adds them up in half preci
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -81,13 +81,13 @@ class Names:
         return made
 
 
-def in_float32(node: ir.Node, names: Names, kinds: Collection[ir.DataType] = HALVES) -> None:
-    """Let a node read its inputs of these types as float32, and round its results to their type."""
+def in_float32(node: ir.Node, names: Names) -> None:
+    """Let a node read its inputs in half precision as float32, and round its results to their type."""
     assert node.graph is not None
     labels, name = dict(node.metadata_props), node.outputs[0].name
     wide_of: dict[ir.Value, ir.Value] = {}
     for index, value in enumerate(node.inputs):
-        if value is None or value.dtype not in kinds:
+        if value is None or value.dtype not in HALVES:
             continue
         if value not in wide_of:
             wide = ir.Value(name=names.fresh(f"{name}.wide.{index}"), shape=value.shape, type=_SINGLE)
@@ -99,9 +99,9 @@ def in_float32(node: ir.Node, names: Names, kinds: Collection[ir.DataType] = HAL
             else:
                 node.graph.insert_before(node, _cast(value, wide, names, labels))
         node.replace_input_with(index, wide_of[value])
-    widen_attributes(node, kinds)
+    widen_attributes(node)
     for value in node.outputs:
-        if value.dtype in kinds:
+        if value.dtype in HALVES:
             narrow = ir.Value(name=value.name, shape=value.shape, type=value.type)
             value.name, value.type = names.fresh(f"{value.name}.single"), _SINGLE
             value.replace_all_uses_with(narrow, replace_graph_outputs=True)
@@ -111,12 +111,12 @@ def in_float32(node: ir.Node, names: Names, kinds: Collection[ir.DataType] = HAL
 _SINGLE = ir.TensorType(ir.DataType.FLOAT)
 
 
-def widen_attributes(node: ir.Node, kinds: Collection[ir.DataType]) -> None:
-    """Let a node make float32 where its attributes state one of these types."""
+def widen_attributes(node: ir.Node) -> None:
+    """Let a node make float32 where its attributes state half precision."""
     for attribute in list(node.attributes.values()):
-        if attribute.name in ("to", "dtype") and attribute.as_int() in kinds:
+        if attribute.name in ("to", "dtype") and attribute.as_int() in HALVES:
             node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(ir.DataType.FLOAT))
-        elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in kinds:
+        elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALVES:
             wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
             node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
 

@@ -17,7 +17,7 @@ from onnx_remat.session import heap
 from .. import names
 from ..checks import agreement as check
 from ..checks import default_level, tolerances
-from ..checks.widen import NARROW, wide, widened
+from ..checks.widen import wide, widened
 from ..passes.widen_halves import HALVES
 from . import reference
 from .arrays import array
@@ -53,7 +53,8 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
     feeds = {name: np.array(array(value)) for name, value in inputs.items() if name in known}
     plain, run = _run(made, feeds)
     found = {
-        name: value.astype(NARROW.numpy()) if name in run.narrow else value for name, value in plain.outputs.items()
+        name: value.astype(run.narrow[name].numpy()) if name in run.narrow else value
+        for name, value in plain.outputs.items()
     }
     seen = [found.pop(name) for name in watched(list(found))]
     expected = reference.outputs(traced, seen, tolerance)
@@ -99,26 +100,26 @@ def _eps(model: ir.Model) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The step in the form that ONNX Runtime's CPU runs: bfloat16 widened, random nodes seeded, no watched outputs.
+    """The step in the form that the check runs: half precision widened, random nodes seeded, no watched outputs.
 
     Attributes
     ----------
     model : onnx.ModelProto
     feeds : dict of str to array
-    narrow : frozenset of str
-        Values of the step that are bfloat16.
+    narrow : dict of str to DataType
+        Values of the step in half precision.
     """
 
     model: onnx.ModelProto
     feeds: dict[str, np.ndarray]
-    narrow: frozenset[str]
+    narrow: dict[str, ir.DataType]
 
 
 def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, _Run]:
     """Return the model's outputs without optimisations, and the step in the form that was run."""
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
-    narrow = frozenset(str(value.name) for value in values if value.dtype == NARROW)
-    if any(value.dtype in HALVES for value in values):
+    narrow = {str(value.name): value.dtype for value in values if value.dtype in HALVES}
+    if narrow:
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
     proto = default_level.seeded(ir.to_proto(model))
     outputs = list(proto.graph.output)

@@ -293,16 +293,22 @@ def test_a_sigmoid_is_exact_where_its_logarithm_or_inverse_is_read(reader):
     np.testing.assert_allclose(found, 1 / (1 + np.exp(-points.astype(float))), 1e-5 if reader != "Mul" else 1, 1e-38)
 
 
-def test_widened_bfloat16_rounds_as_bfloat16_does():
-    x = value("x", [100], ir.DataType.BFLOAT16)
+@pytest.mark.parametrize("kind", [np.float16, ml_dtypes.bfloat16])
+def test_widened_half_precision_rounds_as_it_does(kind):
+    """Also where ONNX Runtime would compute without rounding in between: 250 squared is infinite in float16."""
+    x = value("x", [100], ir.DataType.from_numpy(np.dtype(kind)))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20}, name="g")
     emit = Emitter(graph, "forward")
-    y = emit("Mul", emit("Add", x, x, like=x), emit.scalar(0.3, x), like=x)
+    y = emit("Mul", emit("Mul", emit("Add", x, x, like=x), x, like=x), emit.scalar(0.3, x), like=x)
     y.name = "y"
     graph.outputs.append(y)
-    data = np.random.default_rng(0).standard_normal(100).astype(ml_dtypes.bfloat16)
-    found = runtime.outputs(ir.to_proto(widened(ir.Model(graph, ir_version=10))), {"x": data.astype(np.float32)})["y"]
-    np.testing.assert_array_equal(found, ((data + data) * ml_dtypes.bfloat16(0.3)).astype(np.float32))
+    data = (np.random.default_rng(0).standard_normal(100) * 100).astype(kind)
+    model = ir.to_proto(widened(ir.Model(graph, ir_version=10)))
+    with np.errstate(over="ignore"):
+        expected = ((data + data) * data * kind(0.3)).astype(np.float32)
+    for level in ("disable", "all"):
+        found = runtime.outputs(model, {"x": data.astype(np.float32)}, level)["y"]
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
