@@ -17,8 +17,8 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 def tensor(value: np.ndarray) -> torch.Tensor:
     """Return a numpy array as a tensor; a copy."""
-    if value.dtype.name == "bfloat16":
-        return torch.from_numpy(value.view(np.uint16).copy()).view(torch.bfloat16)
+    if value.dtype.name == "bfloat16":  # not as a view of its bits: a mode may compute in another type
+        return torch.from_numpy(value.astype(np.float32)).bfloat16()
     return torch.from_numpy(np.array(value))
 
 

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import copy
 
+import ml_dtypes
+import numpy as np
 import onnx
 import pytest
 
 torch = pytest.importorskip("torch")
 import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from onnx_remat.converters.checks import agreement  # noqa: E402
 from onnx_remat.converters.passes.widen_halves import widen_halves  # noqa: E402
-from onnx_remat.converters.pytorch import budgeted, export_training_step  # noqa: E402
+from onnx_remat.converters.pytorch import budgeted, export_training_step, reference  # noqa: E402
+from onnx_remat.converters.pytorch.arrays import tensor  # noqa: E402
 from torch import nn  # noqa: E402
 
+from onnx_remat.errors import ConversionError  # noqa: E402
 from onnx_remat.ort.kernels.cuda import CUDA  # noqa: E402
 
 HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -136,6 +141,29 @@ def test_constants_of_a_widened_node_are_stated_in_float32():
     assert [node.op_type for node in model.graph.node] == ["Cast", "Clip", "Cast"]
     kinds = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     assert [kinds[name] for name in model.graph.node[1].input[1:]] == [onnx.TensorProto.FLOAT] * 2
+
+
+def test_noise_in_bfloat16_may_move_what_a_kink_reads(monkeypatch):
+    """The check measures noise by changes of the weights, which a norm over like rows enlarges."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5)).bfloat16()
+    batch = ((torch.ones(16, 8) + torch.randn(16, 8) / 8).bfloat16(), torch.randint(0, 5, (16,)))
+    compared, compare = [], agreement.compare
+
+    def compare_thrice(*args):
+        compared.append(args)
+        if len(compared) < 3:
+            raise ConversionError("as if they differed")
+        return compare(*args)
+
+    monkeypatch.setattr(agreement, "compare", compare_thrice)
+    export_training_step(model, batch, loss)
+
+
+def test_the_reference_in_float64_reads_values_in_bfloat16():
+    value = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)
+    with reference.Wide():
+        assert tensor(value).tolist() == value.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*budget")
