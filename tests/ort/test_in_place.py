@@ -129,6 +129,7 @@ def test_cuda_kernels_that_read_an_element_before_they_write_it():
         return in_place.may_overwrite(CUDA, helper.make_node(op, ["a", "b"], ["c"]), slot, 0, TensorProto.FLOAT)
 
     assert all(may(op, slot) for op in in_place.BINARY for slot in (0, 1))
+    assert may("Where", 1) and may("Where", 2) and not may("Where", 0)
     assert may("Neg", 0) and not may("MatMul", 0) and not may("Softmax", 0) and not may("Identity", 0)
 
 

@@ -18,7 +18,7 @@ import onnx_remat
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from tests.support.barriers import held_back, shape_held_back
-from tests.support.fake_cuda import run
+from tests.support.fake_cuda import here, run
 from tests.support.fake_cuda.build import SOURCES, build
 from tests.support.graphs import mlp, model_of
 
@@ -174,3 +174,17 @@ def test_half_precision_is_predicted_as_the_device_optimises_it(level, tmp_path)
     assert predicted.timeline.peak == pytest.approx(ran.peak, abs=4096)
     kinds = [predicted.compiled.graph.ops[i].node.op_type for i in predicted.order.order]
     assert sorted(kinds) == sorted(op for _, op, _ in ran.order)
+
+
+def test_state_that_a_where_may_keep_is_renewed_in_place(tmp_path):
+    """As a step with a GradScaler keeps its weights where a gradient is not finite."""
+    make = helper.make_node
+    nodes = [
+        make("Mul", ["w", "x"], ["z"], name="z"), make("ReduceSum", ["z"], ["loss"], name="sum", keepdims=0),
+        make("IsNaN", ["loss"], ["bad"], name="bad"), make("Sub", ["w", "x"], ["moved"], name="moved"),
+        make("Where", ["bad", "w", "moved"], ["new.w"], name="keep"),
+    ]  # fmt: skip
+    model = model_of(nodes, {"w": [SIDE, SIDE], "x": [SIDE, SIDE]}, {"loss": [], "new.w": [SIDE, SIDE]})
+    path = saved(model, tmp_path)
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path.resolve()), "limits": [0], "fuse": False})
+    assert found["not_donated"] == {} and found["donated"] == 1
