@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -180,6 +181,14 @@ def _read(path: Path) -> Line:
     return Line(**read | {"waits": tuple(read["waits"]), "copies": tuple(read["copies"])})
 
 
+def _check_settings(keep: Path, settings: dict[str, Any]) -> None:
+    """Refuse a folder with steps of other settings; note these in a new one."""
+    noted = keep / "settings"
+    if noted.exists() and json.loads(noted.read_text()) != settings:
+        raise SystemExit(f"{keep} has steps of {noted.read_text()}: name another folder")
+    noted.write_text(json.dumps(settings))
+
+
 def _memcpy(step: run.Step) -> int:
     return sum(op.startswith("Memcpy") for _, op, _ in step.order)
 
@@ -210,6 +219,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         keep = given.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         keep.mkdir(parents=True, exist_ok=True)
+        _check_settings(keep, {"budget": given.budget, "effort": given.effort})
         for path in [file for p in given.paths for file in (sorted(p.rglob("*.onnx")) if p.is_dir() else [p])]:
             try:
                 for line in lines(path, given.budget, given.effort, given.levels.split(","), keep):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,6 +64,7 @@ def compare(
     plain: Mapping[str, np.ndarray],
     tolerance: Mapping[str, float] = tolerances.BY_DTYPE,
     drawn: Mapping[str, np.ndarray] | None = None,
+    narrow: Mapping[str, np.dtype[Any]] | None = None,
 ) -> None:
     """Run a step with default optimisations, and compare every output with the step run without them.
 
@@ -80,20 +82,22 @@ def compare(
     drawn : mapping of str to array, optional
         The draws of random nodes in the run of `plain`. Under other optimisations the draws differ, even with a seed:
         the generators count calls, and an unused mask is drawn differently.
+    narrow : mapping of str to dtype, optional
+        Types of inputs and outputs that the step rounds to, though it has them in float32 (`halves.widened`).
 
     Raises
     ------
     ConversionError
         An output differs: ONNX Runtime computes the step wrongly.
     """
-    drawn = drawn or {}
+    drawn, narrow = drawn or {}, narrow or {}
     model = fixed_draws.with_draws_given(model, drawn) if drawn else model
     expected = changes({value.name: plain[value.name] for value in model.graph.output}, feeds)
     made = changes(runtime.outputs(model, {**feeds, **drawn}, "all"), feeds)
     heap.trim()
-    steps = {name: rounding(plain[name]) for name in expected if _before(name, feeds) is not None}
+    steps = {name: rounding(plain[name], narrow.get(name)) for name in expected if _before(name, feeds) is not None}
     found = check.differences(made, expected, tolerance, steps)
-    moved = _moved_by_rounding(model, feeds, plain, drawn) if found.wrong else iter(())
+    moved = _moved_by_rounding(model, feeds, plain, drawn, narrow) if found.wrong else iter(())
     while found.wrong and (largest := next(moved, None)) is not None:  # often one sample is enough
         noise = {name: max(largest.get(name, 0.0), steps.get(name, 0.0)) for name in expected}
         found = check.differences(made, expected, tolerance, noise)
@@ -120,13 +124,13 @@ def changes(outputs: Mapping[str, np.ndarray], feeds: Mapping[str, np.ndarray]) 
     return {name: value if (was := old[name]) is None else value - was for name, value in outputs.items()}
 
 
-def _epsilon(value: np.ndarray) -> float:
-    return float(ml_dtypes.finfo(value.dtype).eps)  # type: ignore[no-untyped-call]
+def _epsilon(kind: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(kind).eps)  # type: ignore[no-untyped-call]
 
 
-def rounding(value: np.ndarray) -> float:
-    """Return the distance from values of this size to the next floating-point number."""
-    return _epsilon(value) * float(np.abs(value.astype(np.float64)).max(initial=0.0))
+def rounding(value: np.ndarray, kind: np.dtype[Any] | None = None) -> float:
+    """Return the distance from values of this size to the next number of a type, by default of their own."""
+    return _epsilon(kind or value.dtype) * float(np.abs(value.astype(np.float64)).max(initial=0.0))
 
 
 def _moved_by_rounding(
@@ -134,12 +138,13 @@ def _moved_by_rounding(
     feeds: Mapping[str, np.ndarray],
     plain: Mapping[str, np.ndarray],
     drawn: Mapping[str, np.ndarray],
+    narrow: Mapping[str, np.dtype[Any]],
 ) -> Iterator[dict[str, float]]:
     """Yield the largest change of each output over 1, 2, ... samples with float inputs changed by rounding errors."""
     generator = np.random.default_rng(0)
     largest: dict[str, float] = {}
     for _ in range(tolerances.NOISE_SAMPLES):
-        moved = {name: _nudged(value, generator) for name, value in feeds.items()}
+        moved = {name: _nudged(value, generator, narrow.get(name, value.dtype)) for name, value in feeds.items()}
         made = changes(runtime.outputs(model, {**moved, **drawn}), moved)
         for name, value in changes({name: plain[name] for name in made}, feeds).items():
             if check.is_float(value) and value.shape == made[name].shape:
@@ -149,8 +154,8 @@ def _moved_by_rounding(
         yield largest
 
 
-def _nudged(value: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+def _nudged(value: np.ndarray, generator: np.random.Generator, kind: np.dtype[Any]) -> np.ndarray:
     if not check.is_float(value):
         return value
-    by = tolerances.NOISE_ULPS * _epsilon(value) * generator.uniform(-1, 1, value.shape)
-    return np.asarray(value.astype(np.float64) * (1 + by), value.dtype)
+    by = tolerances.NOISE_ULPS * _epsilon(kind) * generator.uniform(-1, 1, value.shape)
+    return np.asarray(value.astype(np.float64) * (1 + by), kind).astype(value.dtype)

@@ -10,11 +10,11 @@ from onnx_ir.passes import common
 from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
+from ..halves import widened
 from ..tape import Tape, number
 from ..values import replace
 from .base import Fact, rewrite
 from .scatter_into import filled_with
-from .widen_halves import HALVES, widen_attributes
 
 _MOST = 1 << 24
 """Elements of the largest mask that the pass computes in order to inspect it."""
@@ -153,19 +153,17 @@ def _computed(value: ir.Value) -> np.ndarray | None:
     if _is_of_sizes(value, run, measured):
         return None
     output = onnx.ValueInfoProto(name=str(value.name))
-    kept = [onnx.numpy_helper.from_array(_runnable(array), name) for name, array in constants.items()]
-    proto = onnx.helper.make_graph([ir.to_proto(node) for node in run], "mask", [], [output], kept)
+    kept = [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()]
+    stated = [
+        onnx.helper.make_tensor_value_info(str(made.name), int(made.dtype), None)
+        for node in run for made in node.outputs if made.dtype is not None
+    ]  # fmt: skip
+    nodes_run = [ir.to_proto(node) for node in run]
+    proto = onnx.helper.make_graph(nodes_run, "mask", [], [output], kept, value_info=stated)
     opset = onnx.helper.make_opsetid("", graph.opset_imports[""])
-    model = ir.from_proto(onnx.helper.make_model(proto, opset_imports=[opset], ir_version=10))
-    for node in model.graph:
-        widen_attributes(node)
+    model = widened(ir.from_proto(onnx.helper.make_model(proto, opset_imports=[opset], ir_version=10)))
     made = runtime.outputs(ir.to_proto(model), {})[str(value.name)]
-    return made if value.dtype is None else made.astype(value.dtype.numpy())  # infinite where it is in half precision
-
-
-def _runnable(array: np.ndarray) -> np.ndarray:
-    """Return an array in half precision as float32: ONNX Runtime's CPU has few kernels for bfloat16."""
-    return array.astype(np.float32) if ir.DataType.from_numpy(array.dtype) in HALVES else array
+    return made if value.dtype is None else made.astype(value.dtype.numpy())
 
 
 _ANY = 2

@@ -1,7 +1,6 @@
-"""Nodes in half precision that ONNX Runtime's CUDA provider has no kernel for, in float32.
+"""Nodes in half precision in float32, where ONNX Runtime has no kernel for them, and sums at indices.
 
-The CPU provider computes all half precision in float32, or not at all: what has no kernel on a device has none
-anywhere. Sums at indices are the exception: a device adds them up in half precision, and the CPU refuses them.
+A device adds up at indices in half precision, and the CPU refuses that in float16.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import onnx_ir as ir
 
 from onnx_remat.ort.kernels.cuda import CUDA
 
+from ..halves import HALVES, widen_attributes
 from ..values import constant
 from .base import Fact, rewrite
-
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @rewrite(ensures=[Fact.KERNELS])
@@ -26,8 +24,8 @@ def widen_halves(model: ir.Model) -> None:
     """Compute in float32, in place, sums at indices in half precision, and nodes in it that CUDA has no kernel for, or
     that their opset forbids.
 
-    The CPU has no kernel for such sums in float16; on a device, torch adds up in float32 as well. Results are rounded
-    to the type that they had: every reader reads the same numbers as of a kernel that computes in float32 inside.
+    Results are rounded to the type that they had: every reader reads the same numbers as of a kernel that computes in
+    float32 inside, as torch's on a device do for embeddings and pools.
     """
     opset = model.opset_imports.get("") or 1
     names = Names(model.graph)
@@ -90,7 +88,9 @@ def in_float32(node: ir.Node, names: Names) -> None:
         if value is None or value.dtype not in HALVES:
             continue
         if value not in wide_of:
-            wide = ir.Value(name=names.fresh(f"{name}.wide.{index}"), shape=value.shape, type=_SINGLE)
+            wide = ir.Value(
+                name=names.fresh(f"{name}.wide.{index}"), shape=value.shape, type=ir.TensorType(ir.DataType.FLOAT)
+            )
             wide_of[value] = wide
             number = constant(value)
             if number is not None and value.graph is not None:
@@ -103,22 +103,9 @@ def in_float32(node: ir.Node, names: Names) -> None:
     for value in node.outputs:
         if value.dtype in HALVES:
             narrow = ir.Value(name=value.name, shape=value.shape, type=value.type)
-            value.name, value.type = names.fresh(f"{value.name}.single"), _SINGLE
+            value.name, value.type = names.fresh(f"{value.name}.single"), ir.TensorType(ir.DataType.FLOAT)
             value.replace_all_uses_with(narrow, replace_graph_outputs=True)
             node.graph.insert_after(node, _cast(value, narrow, names, labels))
-
-
-_SINGLE = ir.TensorType(ir.DataType.FLOAT)
-
-
-def widen_attributes(node: ir.Node) -> None:
-    """Let a node make float32 where its attributes state half precision."""
-    for attribute in list(node.attributes.values()):
-        if attribute.name in ("to", "dtype") and attribute.as_int() in HALVES:
-            node.attributes[attribute.name] = ir.AttrInt64(attribute.name, int(ir.DataType.FLOAT))
-        elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALVES:
-            wide = ir.tensor(attribute.as_tensor().numpy().astype(np.float32))
-            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
 
 
 def _cast(value: ir.Value, made: ir.Value, names: Names, labels: dict[str, str]) -> ir.Node:

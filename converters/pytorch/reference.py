@@ -61,9 +61,15 @@ def exact(
         return None
 
 
-def rounded(answer: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray] | None) -> dict[str, float]:
-    """Return the distance of each output in `answer` from `exact`."""
-    return {n: _distance(value, exact[n]) for n, value in answer.items() if exact is not None and check.is_float(value)}
+def rounded(answer: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray] | None, eps: float) -> dict[str, float]:
+    """Return the noise of each output in `answer`: its distance from `exact`, or a share of it (`_share`)."""
+    known = exact or {}
+    return {n: _share(eps) * _distance(a, known[n]) for n, a in answer.items() if n in known and check.is_float(a)}
+
+
+def _share(eps: float) -> float:
+    """Return the share of a difference that is noise: few differences in half precision are (`HALF_ROUNDINGS`)."""
+    return tolerances.HALF_ROUNDINGS / tolerances.NOISE_FACTOR if eps else 1.0
 
 
 def moved(
@@ -90,7 +96,7 @@ def moved(
         tolerance = dict.fromkeys(tolerance, math.inf)
     again = _run(step, values, watched, tolerance)
     floats = {name: value for name, value in answer.items() if check.is_float(value)}
-    share = tolerances.HALF_ROUNDINGS / tolerances.NOISE_FACTOR if eps else 1.0
+    share = _share(eps)
     return {name: max(share * _distance(value, again[name]), noise.get(name, 0.0)) for name, value in floats.items()}
 
 

@@ -17,8 +17,7 @@ from onnx_remat.session import heap
 from .. import names
 from ..checks import agreement as check
 from ..checks import default_level, tolerances
-from ..checks.widen import wide, widened
-from ..passes.widen_halves import HALVES
+from ..halves import HALVES, wide, widened
 from . import reference
 from .arrays import array
 from .lower import watched
@@ -69,7 +68,7 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
     try:
         result = check.compare(made_here, expected, tolerance)
     except ConversionError:  # rounding may explain it
-        noise = reference.rounded(expected, exact())
+        noise = reference.rounded(expected, exact(), _eps(made))
         try:
             result = check.compare(made_here, expected, tolerance, noise)
         except ConversionError:
@@ -82,7 +81,8 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
         updated = {name: found[name] for name in found if name in of_update}
         gradients = {name: value for name, value in found.items() if name.startswith(names.gradient(""))}
         _update(traced, updated, before, gradients, feeds)
-    default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn)
+    narrow = {name: kind.numpy() for name, kind in run.narrow.items()}
+    default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn, narrow)
     return result
 
 

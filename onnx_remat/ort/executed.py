@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -207,7 +208,7 @@ def _reordered(known: Sequence[Dim], shape: Sequence[int], dims: Mapping[str, in
     """
     sizes = [dims.get(axis) if isinstance(axis, str) else axis for axis in known]
     of_size = dict(zip(sizes, known, strict=True))
-    if sorted(shape) != sorted(size or 0 for size in sizes) or len(of_size) != len(set(known)):
+    if None in sizes or Counter(shape) != Counter(sizes) or len(of_size) != len(set(known)):
         return None
     return tuple(of_size[size] for size in shape)
 

@@ -8,8 +8,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx_remat.converters.checks import agreement as check
-from onnx_remat.converters.checks.widen import widened
 from onnx_remat.converters.emit import Emitter
+from onnx_remat.converters.halves import widened
 from onnx_remat.converters.passes.add_in_order import add_in_order
 from onnx_remat.converters.passes.exact_sigmoids import exact_sigmoids
 from onnx_remat.converters.passes.simplify import simplify

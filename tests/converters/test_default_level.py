@@ -125,6 +125,23 @@ def test_what_rounding_decides_is_no_fault_and_what_it_does_not_is_one():
         default_level.compare(made, feeds, runtime.outputs(made, feeds))
 
 
+def test_a_last_digit_of_float16_is_rounding_though_the_arrays_are_float32(monkeypatch):
+    """As in a step whose float16 values are checked in float32, rounded: 1 is 2048 such digits."""
+    made = model("(float[8] w, float[8] d) => (float[8] new_w) { new_w = Add (w, d) }")
+    made.graph.output[0].name = made.graph.node[0].output[0] = "new.w"
+    feeds = {"w": np.ones(8, np.float32), "d": np.full(8, 2**-9, np.float32)}
+    truly, plain = default_level.runtime.outputs, runtime.outputs(made, feeds)
+    monkeypatch.setattr(
+        default_level.runtime, "outputs",
+        lambda given, fed, level="disable": {
+            name: array + np.float32(2**-10 * (level == "all")) for name, array in truly(given, fed, level).items()
+        },
+    )  # fmt: skip
+    default_level.compare(made, feeds, plain, narrow={name: np.dtype(np.float16) for name in ("w", "new.w")})
+    with pytest.raises(ConversionError, match=r"new\.w differs"):
+        default_level.compare(made, feeds, plain)
+
+
 def test_seeds_make_random_nodes_draw_alike_at_every_level():
     made = model("(float[8, 8] x) => (float[8, 8] y) { r = RandomNormalLike (x)  d = Add (r, x)  y = Relu (d) }")
     feeds = feeds_of(made)

@@ -21,7 +21,9 @@ from onnx_remat.converters.pytorch import budgeted, export_training_step, refere
 from onnx_remat.converters.pytorch.arrays import tensor  # noqa: E402
 from torch import nn  # noqa: E402
 
+from onnx_remat.converters import halves  # noqa: E402
 from onnx_remat.errors import ConversionError  # noqa: E402
+from onnx_remat.ort import runtime  # noqa: E402
 from onnx_remat.ort.kernels.cuda import CUDA  # noqa: E402
 
 HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -124,6 +126,36 @@ def widened(text: str, opset: int = 20) -> onnx.ModelProto:
     after = ir.to_proto(made)
     onnx.checker.check_model(after, full_check=True)
     return after
+
+
+class Overflowing(nn.Module):
+    """Attention in float32 under a mask that was rounded: what is large in float32 is infinite in half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = torch.full((70, 70), torch.finfo(torch.float32).min)
+        mask = torch.where(torch.ones(70, 70, dtype=torch.bool).tril(-1), 0.0, low).to(torch.bfloat16).float()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask.expand(x.shape[0], 1, -1, -1)).square().mean()
+
+
+def test_a_mask_that_is_infinite_once_rounded_keeps_its_guard():
+    """Its first row has no finite entry, and torch makes zeros of it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(0, (2, 1)), Overflowing())
+    step = export_training_step(model, (torch.rand(2, 70, 8),))
+    assert "Where" in {node.op_type for node in step.graph.node}
+
+
+def test_bodies_and_sequences_are_widened_or_left_alone():
+    body = """(bool k, float16[4] x) => (float16[4] y, float16[n] z) {
+        y = If (k) <then_branch = t () => (float16[4] a) { a = Add (x, x) },
+                    else_branch = e () => (float16[4] b) { b = Neg (x) }>
+        s = SequenceConstruct (y, y)  z = ConcatFromSequence <axis = 0> (s)
+    }"""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 20]> g {body}""")
+    made = ir.to_proto(halves.widened(ir.from_proto(onnx.shape_inference.infer_shapes(model))))
+    x = np.arange(4, dtype=np.float32) + 0.1
+    found = runtime.outputs(made, {"k": np.array(True), "x": x.astype(np.float16).astype(np.float32)})
+    assert (found["y"] == (2 * x.astype(np.float16)).astype(np.float32)).all()
+    assert (found["z"] == np.tile(found["y"], 2)).all()
 
 
 def test_an_operator_that_a_device_lacks_altogether_is_widened_in_bfloat16():

@@ -201,3 +201,19 @@ def test_a_value_that_onnx_runtime_names_takes_a_freed_buffer_if_it_knows_the_sh
     onnx.save(model, path)
     predicted = as_executed(model, None, level, Preparation(CPU))
     assert predicted.timeline.peak == pytest.approx(processes.measure(path, level).peak_bytes, rel=0.03)
+
+
+def test_an_empty_value_beside_a_size_that_nobody_knows_is_no_error():
+    make, info = helper.make_node, helper.make_tensor_value_info
+    nodes = [
+        make("Unsqueeze", ["x", UNSEEN], ["x_"], name="x_"), make("Neg", ["x_"], ["a"], name="a"),
+        make("Transpose", ["a"], ["t"], name="t", perm=[0, 2, 1]),
+        make("Slice", ["t", "zero", "end", "one"], ["c"], name="c"),
+        make("ReduceSum", ["c"], ["y"], name="y", keepdims=0),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": [0, 8, 4]}, {"y": []})
+    model.graph.input.append(info(UNSEEN, onnx.TensorProto.INT64, [0]))
+    model.graph.value_info.append(info("c", onnx.TensorProto.FLOAT, ["m", 4, 8]))
+    for name, number in (("zero", 0), ("one", 1), ("end", 4)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([number]), name))
+    assert as_executed(model, None, "all", Preparation(CPU)).timeline.peak > 0
