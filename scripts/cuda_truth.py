@@ -202,7 +202,8 @@ def main() -> None:
     parser.add_argument("--levels", default="disable,basic,all,session")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--versions", action="store_true", help="sum up what is in --keep")
-    parser.add_argument("--save", action="store_true", help="also write docs/results/data/cuda.json, or cuda-versions")
+    parser.add_argument("--save", action="store_true", help="also write docs/results/data/NAME.json, or cuda-versions")
+    parser.add_argument("--name", default="cuda", help="name of the table that --save writes (default: cuda)")
     given = parser.parse_args()
     if given.versions:
         command = "python -m scripts.cuda_truth --keep FOLDER --versions --save"
@@ -229,7 +230,8 @@ def main() -> None:
                 print(f"{path.stem:<18}{error}", flush=True)
                 failed += 1
     if given.save:
-        save("cuda", Table("python -m scripts.cuda_truth FOLDER --save", _HEADS, tuple(line.cells() for line in seen)))
+        command = f"python -m scripts.cuda_truth FOLDER --save --name {given.name}"
+        save(given.name, Table(command, _HEADS, tuple(line.cells() for line in seen)))
     missed = failed + sum(line.misses() for line in seen)
     print(f"{missed} lines miss a mark" if missed else "every line keeps its marks")
 
