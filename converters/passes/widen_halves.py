@@ -28,10 +28,10 @@ def widen_halves(model: ir.Model) -> None:
     float32 inside, as torch's on a device do for embeddings and pools.
     """
     opset = model.opset_imports.get("") or 1
-    names = Names(model.graph)
+    names = _Names(model.graph)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if not node.domain and (_adds_at_indices(node) or _lacks_kernel(node, opset)):
-            in_float32(node, names)
+            _in_float32(node, names)
 
 
 def _adds_at_indices(node: ir.Node) -> bool:
@@ -62,7 +62,7 @@ def _is_forbidden(formals: Sequence[onnx.defs.OpSchema.FormalParameter], values:
     )
 
 
-class Names:
+class _Names:
     """The names of a graph's values and nodes, bodies included."""
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -79,7 +79,7 @@ class Names:
         return made
 
 
-def in_float32(node: ir.Node, names: Names) -> None:
+def _in_float32(node: ir.Node, names: _Names) -> None:
     """Let a node read its inputs in half precision as float32, and round its results to their type."""
     assert node.graph is not None
     labels, name = dict(node.metadata_props), node.outputs[0].name
@@ -108,7 +108,7 @@ def in_float32(node: ir.Node, names: Names) -> None:
             node.graph.insert_after(node, _cast(value, narrow, names, labels))
 
 
-def _cast(value: ir.Value, made: ir.Value, names: Names, labels: dict[str, str]) -> ir.Node:
+def _cast(value: ir.Value, made: ir.Value, names: _Names, labels: dict[str, str]) -> ir.Node:
     assert made.dtype is not None
     name = names.fresh(f"node.{made.name}.cast")
     return ir.node("Cast", [value], {"to": int(made.dtype)}, name=name, outputs=[made], metadata_props=labels)
