@@ -14,7 +14,7 @@ import torch
 from torch.export.exported_program import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.export.graph_signature import TensorArgument as Argument
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .private_torch import (
     FunctionalTensorMode,
@@ -45,6 +45,7 @@ def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: 
         node.replace_all_uses_with(node.args[0])  # of constants in rules
         module.graph.erase_node(node)
     _keep_digits(module)
+    _widen_updates(module.graph)
     module.graph.eliminate_dead_code()
     return module
 
@@ -67,6 +68,46 @@ def _keep_digits(module: GraphModule) -> None:
             made.meta = dict(node.meta) | {"val": node.meta["val"].new_empty(())}
             node.target = _BY_NUMBER.get(node.target, node.target)
             node.args = tuple(made if slot in numbers else value for slot, value in enumerate(node.args))
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+_WITH_NUMBERS = {
+    *(getattr(getattr(torch.ops.aten, name), kind)
+      for name in ("add", "sub", "mul", "div", "rsub") for kind in ("Tensor", "Scalar")),
+    torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default, torch.ops.aten.lerp.Scalar,
+}  # fmt: skip
+"""Operators in which torch computes by a number in float32, whatever the type of the tensors."""
+
+
+def _widen_updates(graph: Graph) -> None:
+    """Compute by numbers that half precision does not hold in float32, as torch does, where state is renewed.
+
+    The exporter rounds numbers to the type of the tensors: a second moment that decays by 0.99 would decay by 0.988 in
+    bfloat16. Elsewhere the rounded number serves both a value and its gradient, and needs no copies in float32.
+    """
+    for node in list(graph.nodes):
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+        in_update = (node.meta.get("custom") or {}).get("phase") == "optimizer"
+        if node.target not in _WITH_NUMBERS or dtype not in _HALVES or not in_update:
+            continue
+        if all(torch.tensor(number, dtype=dtype).item() == number for number in numbers):
+            continue
+        for source in [source for source in node.all_input_nodes if source.meta["val"].dtype == dtype]:
+            with graph.inserting_before(node):
+                node.replace_input_with(source, _cast(graph, source, torch.float32, node))
+        node.meta = node.meta | {"val": node.meta["val"].to(torch.float32)}
+        with graph.inserting_after(node):
+            rounded = _cast(graph, node, dtype, node)
+        node.replace_all_uses_with(rounded, delete_user_cb=lambda user, rounded=rounded: user is not rounded)
+
+
+def _cast(graph: Graph, source: Node, dtype: torch.dtype, place: Node) -> Node:
+    """Return a new node that casts a result, with the labels of another node."""
+    made = graph.call_function(torch.ops.aten._to_copy.default, (source,), {"dtype": dtype})
+    made.meta = dict(place.meta) | {"val": source.meta["val"].to(dtype)}
+    return made
 
 
 def make_inputs(module: GraphModule, constants: Mapping[str, torch.Tensor], place: int) -> None:

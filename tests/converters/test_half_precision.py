@@ -216,6 +216,38 @@ def test_the_reference_in_float64_reads_values_in_bfloat16():
         assert tensor(value).tolist() == value.tolist()
 
 
+class Products(nn.Module):
+    """The gradient of its weights is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64) + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_in_half_precision_decays_by_the_number_that_it_is_given(dtype):
+    """0.99 is 0.988 in bfloat16: torch computes by the number in float32, and rounds the result."""
+    torch.manual_seed(0)
+    model, x = Products().to(dtype), torch.randn(64).to(dtype)
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-2, alpha=0.99, eps=1e-3)
+    model(x).backward()
+    optimizer.step()
+    before = {"weight": model.weight.detach().clone(), **optimizer.state[model.weight]}
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    step = export_training_step(model, (x,), optimizer=optimizer)
+    optimizer.step()
+    feeds = {"weight": before["weight"], "state.weight.square_avg": before["square_avg"]}
+    feeds |= {"state.weight.step": before["step"], "input.0": x}
+    wide = ir.to_proto(halves.widened(ir.from_proto(step)))
+    found = runtime.outputs(wide, {name: value.float().numpy() for name, value in feeds.items()})
+    expected = optimizer.state[model.weight]["square_avg"].float().numpy()
+    assert (found["new.state.weight.square_avg"] == expected).all()
+    assert (found["new.weight"] == model.weight.detach().float().numpy()).mean() > 0.9
+
+
 @pytest.mark.filterwarnings("ignore:.*budget")
 def test_sums_at_indices_in_float16_train_on_the_cpu():
     """Those of a MaxPool's gradient: ONNX Runtime's CPU has no kernel for them in float16."""
