@@ -5,12 +5,48 @@ The CPU has few kernels for bfloat16; it computes chains of float16 nodes in flo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 WIDE = ir.DataType.FLOAT
+
+
+@dataclass(frozen=True, slots=True)
+class OnCPU:
+    """A step in a form that the CPU runs, with the numbers that a device computes.
+
+    Attributes
+    ----------
+    model : onnx.ModelProto
+        The step, half precision widened.
+    feeds : dict of str to array
+    narrow : dict of str to dtype
+        Values that the step has in half precision.
+    """
+
+    model: onnx.ModelProto
+    feeds: dict[str, np.ndarray]
+    narrow: dict[str, np.dtype[Any]]
+
+    def rounded(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return outputs of `model` in the types that the step has."""
+        return {name: value.astype(self.narrow.get(name, value.dtype)) for name, value in outputs.items()}
+
+
+def on_cpu(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> OnCPU:
+    """Return a step and its feeds with half precision widened, if there is any."""
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    narrow = {str(value.name): value.dtype.numpy() for value in values if value.dtype in HALVES}
+    if narrow:
+        model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
+    return OnCPU(ir.to_proto(model), dict(feeds), narrow)
 
 
 def widened(model: ir.Model) -> ir.Model:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.app.progress import Progress
-from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.errors import UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.options import parse_options
 from onnx_remat.rewrite.pipeline import rewrite_model
@@ -25,7 +25,7 @@ from onnx_remat.units import Budget, check_threads
 
 from .. import plan_cache, shares
 from . import kernels
-from .export import convert, verify
+from .export import check_types, convert, verify
 from .step import TracedStep, array, inputs_of, plain, trace
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def budgeted(
     try:
         shown("export", 0.0)
         traced = trace(loss_fn, params, batch, buffers, optimizer, None)
-        _check_types(traced)
+        check_types(traced)
         model = convert(traced, unroll)
         trees = _trees((params, buffers, optimizer.init(params), tuple(batch)))
         own = 0
@@ -262,15 +262,6 @@ def _trees(groups: tuple[Any, Any, Any, Any]) -> list[_Tree]:
         impls = tuple(jax.random.key_impl(leaf) if kernels.is_key(leaf) else None for leaf in leaves)
         made.append(_Tree(structure, tuple(next(named) for _ in leaves), impls))
     return made
-
-
-def _check_types(step: TracedStep) -> None:
-    """Raise ConversionError if ONNX Runtime's CPU cannot take an array."""
-    for name, value in step.inputs.items():
-        if value.dtype == jnp.bfloat16:
-            raise ConversionError(
-                f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, and cast inside the loss"
-            )
 
 
 def _own_bytes(step: TracedStep, batch: int) -> int:

@@ -19,6 +19,7 @@ from ..checks import agreement as comparison
 from ..checks import default_level, tolerances
 from ..checks.finite_differences import in_float64
 from ..emit import Emitter
+from ..halves import OnCPU, on_cpu
 from ..passes import order
 from . import control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
@@ -39,6 +40,7 @@ def export_training_step(
     batch_names: Sequence[str] | None = None,
     unroll: int = 64,
     opset: int = 20,
+    provider: str = "cpu",
     check: bool = True,
 ) -> onnx.ModelProto:
     """Export a JAX training step as an ONNX graph in standard operators.
@@ -70,6 +72,9 @@ def export_training_step(
         become Scan nodes.
     opset : int
         Version of ONNX's operator set, one of `OPSETS`.
+    provider : {"cpu", "cuda"}
+        Where the step will run. For the CPU, operators that it has no kernels for in half precision compute in float32;
+        for CUDA, half precision stays wherever CUDA has a kernel, and parameters may be in bfloat16.
     check : bool
         Run the graph on the first values, and compare every output with JAX's.
 
@@ -81,7 +86,8 @@ def export_training_step(
     Raises
     ------
     UsageError
-        `opset` is none of `OPSETS`, or `batch_names` has another number of names than the batch has arrays.
+        `opset` is none of `OPSETS`, `provider` is unknown, or `batch_names` has another number of names than the batch
+        has arrays.
     ConversionError
         A primitive has no lowering, the loss is not a float scalar or depends on no parameter, a parameter is not
         float, or the graph's outputs differ from JAX's.
@@ -97,24 +103,41 @@ def export_training_step(
     """
     if opset not in OPSETS:
         raise UsageError(f"opset {opset} is not supported: use {OPSETS[0]} to {OPSETS[-1]}")
+    if provider not in ("cpu", "cuda"):
+        raise UsageError(f"provider {provider!r}: use 'cpu' or 'cuda'")
     step = trace(loss_fn, params, batch, buffers, optimizer, batch_names)
-    model = convert(step, unroll, opset)
+    halves = provider == "cuda"
+    if not halves:
+        check_types(step)
+    model = convert(step, unroll, opset, halves)
     if check:
-        comparison.record(model, verify(model, step))
+        comparison.record(model, verify(model, step, halves=halves))
     return model
 
 
-def convert(step: TracedStep, unroll: int = 64, opset: int = 20) -> onnx.ModelProto:
-    """Convert a traced step to an ONNX model; see `export_training_step`."""
-    model: onnx.ModelProto = ir.to_proto(_build(step, unroll, opset))
+def check_types(step: TracedStep) -> None:
+    """Raise ConversionError if ONNX Runtime's CPU cannot take an array."""
+    for name, value in step.inputs.items():
+        if value.dtype == kernels.BFLOAT16:
+            raise ConversionError(
+                f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, and cast inside the loss; "
+                "for a GPU, call export_training_step with provider='cuda'"
+            )
+
+
+def convert(step: TracedStep, unroll: int = 64, opset: int = 20, halves: bool = False) -> onnx.ModelProto:
+    """Convert a traced step to an ONNX model; with `halves`, half precision stays: see `export_training_step`."""
+    model: onnx.ModelProto = ir.to_proto(_build(step, unroll, opset, halves))
     known = {tensor.name for tensor in model.graph.initializer}  # initializers state their own shapes
     for info in [info for info in model.graph.value_info if info.name in known]:
         model.graph.value_info.remove(info)
     return model
 
 
-def verify(model: onnx.ModelProto, step: TracedStep, tolerance: Mapping[str, float] | None = None) -> comparison.Check:
-    """Compare a step's model with JAX on the first values.
+def verify(
+    model: onnx.ModelProto, step: TracedStep, tolerance: Mapping[str, float] | None = None, halves: bool = False
+) -> comparison.Check:
+    """Compare a step's model with JAX on the first values; with `halves`, in float32 that is rounded after each node.
 
     If they differ by more than `tolerances.EXACT_ABOVE`, the model is also computed in float64, if possible. The
     float64 run is not XLA's, which takes minutes for convolutions in float64 because it has no kernel for them.
@@ -125,13 +148,15 @@ def verify(model: onnx.ModelProto, step: TracedStep, tolerance: Mapping[str, flo
         An output differs by more than the tolerance of its dtype and more than rounding explains, without or with ONNX
         Runtime's default optimisations.
     """
-    made, expected = runtime.outputs(model, step.feeds()), step.expected()
+    run = on_cpu(ir.from_proto(model), step.feeds()) if halves else OnCPU(model, step.feeds(), {})
+    plain, expected = runtime.outputs(run.model, run.feeds), step.expected()
+    made = run.rounded(plain)
     tolerance = step.tolerance() if tolerance is None else tolerance
     try:
         found = comparison.compare(made, expected, tolerance)
     except ConversionError:
         found = comparison.compare(made, expected, tolerance, step.noise(expected))
-    default_level.compare(model, step.feeds(), made, tolerance)
+    default_level.compare(run.model, run.feeds, plain, tolerance, narrow=run.narrow)
     if found.error > tolerances.EXACT_ABOVE and tolerances.is_single(tolerance):
         with suppress(ConversionError):
             found = comparison.exactly(found, made, expected, in_float64(model, step.feeds()))
@@ -155,11 +180,11 @@ def initial_feeds(
     return {name: plain(array(leaf)) for name, leaf in zip(inputs_of(groups, batch_names), leaves, strict=True)}
 
 
-def _build(step: TracedStep, unroll: int, opset: int) -> ir.Model:
+def _build(step: TracedStep, unroll: int, opset: int, halves: bool) -> ir.Model:
     """Return the step's graph: lowered, without unused nodes, labelled, and in the order of phases."""
     arrays = [_input(name, value) for name, value in step.inputs.items()]
     graph = ir.Graph(arrays, [], nodes=[], opset_imports={"": opset}, name="training_step")
-    low = Lowering(Emitter(graph, "forward"), unroll)
+    low = Lowering(Emitter(graph, "forward"), unroll, halves)
     operands = [_operand(low, value, first) for value, first in zip(arrays, step.inputs.values(), strict=True)]
     results = low.run_closed(step.jaxpr, operands)
     for (name, phase), var, result in zip(step.outputs.items(), step.jaxpr.jaxpr.outvars, results, strict=True):

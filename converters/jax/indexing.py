@@ -13,7 +13,6 @@ from jax.extend import core
 
 from onnx_remat.errors import ConversionError
 
-from . import kernels
 from .lower import Lowering, Tensor, dtype_of, lowering, shape_of
 from .structure import concatenated, counting, sliced
 
@@ -364,7 +363,7 @@ def top_k(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> list[Tensor]:
 def _top(low: Lowering, value: ir.Value, axis: int, k: int, largest: bool) -> tuple[ir.Value, ir.Value]:
     """Return values and positions, in order; equal values keep their order."""
     dtype = dtype_of(value)
-    wide = kernels.wider("TopK", dtype) or dtype
+    wide = low.wider("TopK", dtype) or dtype
     if dtype.name == "uint64":
         raise ConversionError("sorting uint64 has no lowering to ONNX")
     shape = tuple(k if a == axis else n for a, n in enumerate(shape_of(value)))

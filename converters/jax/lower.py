@@ -128,6 +128,8 @@ class Lowering:
         The emitter of the graph.
     unroll : int
         Largest number of steps of a scan that is unrolled.
+    halves : bool
+        Keep half precision that the CPU has no kernels for.
     outer : Lowering, optional
         In the body of a control-flow operator, the lowering of the enclosing graph, whose values may be read.
 
@@ -140,9 +142,10 @@ class Lowering:
         A body does what the graph around it did, but nobody knows whether the body runs.
     """
 
-    def __init__(self, emit: Emitter, unroll: int, outer: Lowering | None = None) -> None:
+    def __init__(self, emit: Emitter, unroll: int, halves: bool = False, outer: Lowering | None = None) -> None:
         self.emit = emit
         self.unroll = unroll
+        self.halves = halves
         self.outer = outer
         self.reversed: dict[ir.Value, tuple[ir.Value, frozenset[int]]] = {} if outer is None else outer.reversed
         self.counts: dict[ir.Value, tuple[Tensor, ...]] = {} if outer is None else outer.counts
@@ -255,7 +258,7 @@ class Lowering:
         given = inputs[first]
         assert given is not None
         narrow, dtype = dtype_of(given), np.dtype(dtype or dtype_of(given))
-        wide = kernels.wider(op_type, narrow, attributes.get("reduction", "none"))
+        wide = self.wider(op_type, narrow, attributes.get("reduction", "none"))
         if wide is not None:
             inputs = tuple(
                 v if v is None or i < first or dtype_of(v) != narrow else self.cast(v, wide)
@@ -268,6 +271,11 @@ class Lowering:
             return self.emit.constant(np.asarray(folded, dtype))
         (made,) = self.nodes(op_type, *inputs, results=[(tuple(shape), dtype)], **attributes)
         return made
+
+    def wider(self, op_type: str, dtype: np.dtype[Any], reduction: object = "none") -> np.dtype[Any] | None:
+        """Return the dtype to compute in where the CPU has no kernel for `dtype`, else None; see `kernels.wider`."""
+        kept = self.halves and dtype in (np.float16, kernels.BFLOAT16)
+        return None if kept else kernels.wider(op_type, dtype, reduction)
 
     def nodes(
         self,
@@ -402,4 +410,4 @@ class Lowering:
     def body(self, name: str) -> Iterator[Lowering]:
         """Yield a lowering that writes into a new graph, for an attribute of a control-flow operator."""
         graph = ir.Graph([], [], nodes=[], name=name)
-        yield Lowering(Emitter(graph, self.emit.phase, within=self.emit), self.unroll, self)
+        yield Lowering(Emitter(graph, self.emit.phase, within=self.emit), self.unroll, self.halves, self)

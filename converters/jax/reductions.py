@@ -12,7 +12,6 @@ from jax.extend import core
 
 from onnx_remat.errors import ConversionError
 
-from . import kernels
 from .lower import Lowering, Tensor, lowering
 from .structure import padded
 
@@ -211,7 +210,7 @@ class _Window:
     def max_pool(self) -> tuple[ir.Value, ir.Value]:
         """Return maxima and their positions in the flat input, from one node, so that backward can share forward's."""
         low, x = self.low, self._input
-        wide = kernels.wider("MaxPool", self.x.dtype)
+        wide = self.low.wider("MaxPool", self.x.dtype)
         shape = (*self._lead, *self._sizes)
         dtype = self.x.dtype if wide is None else wide
         results = [(shape, dtype), (shape, np.int64)]

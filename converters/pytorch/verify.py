@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError
@@ -17,7 +16,7 @@ from onnx_remat.session import heap
 from .. import names
 from ..checks import agreement as check
 from ..checks import default_level, tolerances
-from ..halves import HALVES, wide, widened
+from ..halves import HALVES, OnCPU, on_cpu
 from . import reference
 from .arrays import array
 from .lower import watched
@@ -51,10 +50,7 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
         inputs[COUNT] = inputs[COUNT] + traced.recipe.accumulate - 1
     feeds = {name: np.array(array(value)) for name, value in inputs.items() if name in known}
     plain, run = _run(made, feeds)
-    found = {
-        name: value.astype(run.narrow[name].numpy()) if name in run.narrow else value
-        for name, value in plain.outputs.items()
-    }
+    found = run.rounded(plain.outputs)
     seen = [found.pop(name) for name in watched(list(found))]
     expected = reference.outputs(traced, seen, tolerance)
     of_forward = {name: expected.pop(names.new(name)) for name in traced.own}
@@ -81,8 +77,7 @@ def step(made: ir.Model, traced: StepParts, distances: bool = True) -> check.Che
         updated = {name: found[name] for name in found if name in of_update}
         gradients = {name: value for name, value in found.items() if name.startswith(names.gradient(""))}
         _update(traced, updated, before, gradients, feeds)
-    narrow = {name: kind.numpy() for name, kind in run.narrow.items()}
-    default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn, narrow)
+    default_level.compare(run.model, run.feeds, plain.outputs, tolerance, plain.drawn, run.narrow)
     return result
 
 
@@ -98,37 +93,17 @@ def _eps(model: ir.Model) -> float:
     return max((float(ml_dtypes.finfo(kind.numpy()).eps) for kind in HALVES if kind in kinds), default=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The step in the form that the check runs: half precision widened, random nodes seeded, no watched outputs.
-
-    Attributes
-    ----------
-    model : onnx.ModelProto
-    feeds : dict of str to array
-    narrow : dict of str to DataType
-        Values of the step in half precision.
-    """
-
-    model: onnx.ModelProto
-    feeds: dict[str, np.ndarray]
-    narrow: dict[str, ir.DataType]
-
-
-def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, _Run]:
-    """Return the model's outputs without optimisations, and the step in the form that was run."""
-    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
-    narrow = {str(value.name): value.dtype for value in values if value.dtype in HALVES}
-    if narrow:
-        model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
-    proto = default_level.seeded(ir.to_proto(model))
-    outputs = list(proto.graph.output)
-    plain = default_level.run(proto, feeds)
+def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> tuple[default_level.Plain, OnCPU]:
+    """Return the model's outputs without optimisations; and the step that was run, without watched outputs."""
+    run = on_cpu(model, feeds)
+    run = replace(run, model=default_level.seeded(run.model))
+    outputs = list(run.model.graph.output)
+    plain = default_level.run(run.model, run.feeds)
     heap.trim()  # the reference needs as much memory again
     watched_names = set(watched([value.name for value in outputs]))
-    del proto.graph.output[:]
-    proto.graph.output.extend(value for value in outputs if value.name not in watched_names)
-    return plain, _Run(proto, feeds, narrow)
+    del run.model.graph.output[:]
+    run.model.graph.output.extend(value for value in outputs if value.name not in watched_names)
+    return plain, run
 
 
 def _update(
