@@ -136,8 +136,8 @@ def optimized(
         source, target = write_beside(model, folder, scratch), scratch / "optimized.onnx"
         ask(
             "ONNX Runtime", "onnx_remat.ort.runtime:load_and_optimize", limit(model, providers[0]),
-            source=str(source), target=str(target), level=level, providers=[*providers], without=[*without],
-            sizes=dict(sizes or {}),
+            on_device=providers[0] not in HOST, source=str(source), target=str(target), level=level,
+            providers=[*providers], without=[*without], sizes=dict(sizes or {}),
         )  # fmt: skip
         made = onnx.load(str(target), load_external_data=False)
     unshadow(made.graph)
@@ -370,7 +370,7 @@ def has_device(provider: str) -> bool:
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
     task = "onnx_remat.ort.runtime:first_provider"
     limit = Limit(_DEVICE_SECONDS, _DEVICE_BYTES)
-    found, _ = ask("ONNX Runtime", task, limit, model.SerializeToString(), providers=[provider, *HOST])
+    found, _ = ask("ONNX Runtime", task, limit, model.SerializeToString(), True, providers=[provider, *HOST])
     return bool(found == provider)
 
 

@@ -16,9 +16,12 @@ from onnx_remat.process.child import Child, Failed, Limit
 
 _lock = threading.Lock()
 _running: tuple[int, Child] | None = None  # with the id of the process that started it: forks must not share it
+_on_device = False  # whether it may hold memory of a device
 
 
-def ask(what: str, task: str, limit: Limit, data: bytes | None = None, **job: Any) -> tuple[Any, bytes]:
+def ask(
+    what: str, task: str, limit: Limit, data: bytes | None = None, on_device: bool = False, **job: Any
+) -> tuple[Any, bytes]:
     """Call a function in the process.
 
     Parameters
@@ -30,6 +33,8 @@ def ask(what: str, task: str, limit: Limit, data: bytes | None = None, **job: An
     limit : Limit
     data : bytes, optional
         A serialised model, for example.
+    on_device : bool
+        The function uses a device, of whose memory the process then holds some until `leave_device`.
     **job
         Further arguments, of types that `child.Child` supports.
 
@@ -42,7 +47,9 @@ def ask(what: str, task: str, limit: Limit, data: bytes | None = None, **job: An
     ModelError
         The function raised it, crashed, or hit the limit.
     """
+    global _on_device
     with _lock:
+        _on_device = _on_device or on_device
         try:
             answer, made = _child().call(task, job if data is None else {"data": data, **job}, limit)
         except Failed as failed:
@@ -68,6 +75,18 @@ def start() -> None:
     """Start the process in advance of the first request."""
     with _lock:
         _child()
+
+
+def leave_device() -> None:
+    """End the process if it may hold memory of a device, where a context takes half a gigabyte.
+
+    The next request starts another, which takes seconds.
+    """
+    global _on_device
+    with _lock:
+        if _on_device and _running is not None and _running[0] == os.getpid():
+            _running[1].end(0)
+        _on_device = False
 
 
 def _child() -> Child:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
@@ -27,6 +28,7 @@ from onnx_remat.ort.prepare import Compiled
 from onnx_remat.plan import selectors
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
+from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget
@@ -104,7 +106,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         As `rewrite_model`.
     """
     parsed = parse_budget(budget)
-    with first_use() as warmup:
+    with _device_left(), first_use() as warmup:
         original = begin(model, options, warmup)
         if original.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
@@ -154,7 +156,17 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     >>> result.report.after.total <= result.report.budget
     True
     """
-    return rewrite(model, budget, options)
+    with _device_left():
+        return rewrite(model, budget, options)
+
+
+@contextmanager
+def _device_left() -> Iterator[None]:
+    """After the block, no process that was asked about a device holds memory of it: training is to have all of that."""
+    try:
+        yield
+    finally:
+        worker.leave_device()
 
 
 def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:

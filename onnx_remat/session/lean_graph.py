@@ -290,7 +290,7 @@ def as_loaded(copy: onnx.ModelProto, path: Path, providers: Sequence[str]) -> on
         target = str(folder / "loaded.onnx")
         ask(
             "ONNX Runtime", "onnx_remat.session.loading:load_and_save", runtime.limit(copy, providers[0]),
-            path=str(path), target=target, providers=[*providers],
+            on_device=providers[0] not in runtime.HOST, path=str(path), target=target, providers=[*providers],
         )  # fmt: skip
         return onnx.load(target, load_external_data=False)
 

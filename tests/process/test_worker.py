@@ -56,3 +56,16 @@ def test_answers_come_from_one_process_and_errors_leave_it_running():
         runtime.optimized(broken, None, "all")
     assert runtime.infer_shapes(mlp(), [mlp().graph.node[0].output[0]])
     assert worker._child() is running
+
+
+def test_a_process_that_used_a_device_ends_when_the_device_is_left(monkeypatch):
+    """Its context would keep half a gigabyte there until this process ends."""
+    monkeypatch.setattr(worker, "_running", None)
+    limit = child.Limit(10)
+    worker.ask("it", "os.path:split", limit, p="a/b")
+    running = worker._child()
+    worker.leave_device()
+    assert running.lives()
+    worker.ask("it", "os.path:split", limit, on_device=True, p="a/b")
+    worker.leave_device()
+    assert not running.lives() and worker._child() is not running

@@ -6,7 +6,8 @@ has its bytes for a session; `Tensor.to` moves between the two by changing the c
 In: ``how``: "device", "accumulate" in micro-batches, "host" with batches on the host; ``budget``. Out: ``state`` after
 some steps, as lists, of the module trained so, and ``torch``, as PyTorch computes it on the CPU; ``devices`` of all
 tensors then; how many ``nodes`` run and how many are ``kernels``; ``live`` bytes of the device that the step took
-besides tensors, and what its ``report`` foresees for both; or ``error``.
+besides tensors, and what its ``report`` foresees for both; whether another process still ``holds`` the device; or
+``error``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.ort.libraries import load_cuda
+from onnx_remat.process import worker
 from onnx_remat.session.cuda_memory import Block
 from onnx_remat.session.session import Session
 from tests.support.fake_cuda.here import Books
@@ -162,6 +164,7 @@ def _train(books: Books, how: str, budget: str | None) -> dict[str, Any]:
         "devices": sorted({str(each.device) for each in tensors.values()}), "live": taken,
         "nodes": step._session.node_count, "kernels": step._session.kernel_count,
         "report": step.report.loop_after.total if step.report and step.report.loop_after else 0,
+        "holds": worker._running is not None and worker._running[1].lives(),
     }  # fmt: skip
 
 
