@@ -89,9 +89,10 @@ def state_for(arrays: tuple[Array, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for array in arrays:
         state[array.name] = np.empty(array.shape, array.dtype_name)
-        if array.dtype_name.startswith("float"):
+        if array.is_bfloat or array.dtype_name.startswith("float"):
             for part in _parts(state[array.name]):
-                part[...] = 0.1 * generator.random(part.shape, np.float32) + 0.01
+                numbers = 0.1 * generator.random(part.shape, np.float32) + np.float32(0.01)
+                part[...] = numbers.view(np.uint32) >> 16 if array.is_bfloat else numbers
         else:
             state[array.name][...] = generator.integers(0, 2, array.shape, np.uint8)
     return state

@@ -98,9 +98,11 @@ class Array:
 
     def number(self, value: Any) -> float:
         """Return the single number of an array of this type, which may be its bits."""
-        if self.is_bfloat:
-            value = (value.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return float(value.item())
+        return float(self.numbers(value).item())
+
+    def numbers(self, value: Any) -> Any:
+        """Return an array of this type as one of numbers, where it has the bits of bfloat16."""
+        return (value.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if self.is_bfloat else value
 
 
 @dataclass(frozen=True, slots=True)
