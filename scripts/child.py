@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import io
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,11 +50,11 @@ def call(
         It raised, died, or took more than `seconds`.
     """
     began = time.monotonic()
-    limit = None if seconds is None else child.Limit(seconds, clock=True)
     try:
-        answer, memory, cpu = child.call(f"{__name__}:measured", _job(function, arguments), limit, environment)
+        job = _job(function, arguments)
+        answer, memory, cpu = child.call(f"{__name__}:measured", job, _limit(seconds), environment)
     except child.Failed as failed:
-        raise Failed(f"took more than {seconds:g} s" if failed.how == "time" else str(failed)) from None
+        raise Failed(_why(failed, seconds)) from None
     return Ran(answer, memory, cpu, time.monotonic() - began)
 
 
@@ -61,11 +62,28 @@ _PAUSE = 0.1
 """Seconds before a step: threads of the process before spin for a while after theirs."""
 
 
-class Stepper:
-    """A process that takes a step when it is asked to; `first` is what its function said besides the step."""
+def answered(
+    function: Callable[..., Mapping[str, Any]], *arguments: Any, seconds: float, environment: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """What a function answers that is called in a fresh process, or its ``error``."""
+    try:
+        return dict(call(function, *arguments, seconds=seconds, environment=environment).answer)
+    except Failed as failed:
+        return {"error": str(failed)[-300:]}
 
-    def __init__(self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any) -> None:
+
+class Stepper:
+    """A process that takes a step when it is asked to; `first` is what its function said besides the step.
+
+    With `seconds`, neither may take longer.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., tuple[Any, Callable[[], Any]]], *arguments: Any,
+        seconds: float | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.times, self.cpus, self.said = name, list[float](), list[float](), list[Any]()
+        self._seconds = seconds
         self._process = child.Child(variables={})
         self.first = self._ask("prepared", _job(function, arguments))
 
@@ -80,9 +98,9 @@ class Stepper:
 
     def _ask(self, task: str, job: Mapping[str, Any]) -> Any:
         try:
-            return self._process.call(f"{__name__}:{task}", job)
+            return self._process.call(f"{__name__}:{task}", job, _limit(self._seconds))
         except child.Failed as failed:
-            raise Failed(f"{self.name}: {failed}") from None
+            raise Failed(f"{self.name}: {_why(failed, self._seconds)}") from None
 
     def close(self) -> None:
         """End the process."""
@@ -140,8 +158,18 @@ def command(*words: str) -> tuple[int, str]:
     return code, said.getvalue().strip()
 
 
+def _limit(seconds: float | None) -> child.Limit | None:
+    return None if seconds is None else child.Limit(seconds, clock=True)
+
+
+def _why(failed: child.Failed, seconds: float | None) -> str:
+    return f"took more than {seconds:g} s" if failed.how == "time" else str(failed)
+
+
 def _job(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Any]:
-    return {"function": f"{function.__module__}:{function.__qualname__}", "arguments": arguments}
+    spec = sys.modules[function.__module__].__spec__  # names also the module that ``python -m`` runs as __main__
+    assert spec is not None
+    return {"function": f"{spec.name}:{function.__qualname__}", "arguments": arguments}
 
 
 # ---- in the process ----

@@ -1,89 +1,85 @@
 """`budgeted` on a GPU against PyTorch's own step: losses, memory and time.
 
-    python -m scripts.gpu_budgeted MODEL... [--batch 32] [--budget 60%]
+    python -m scripts.gpu_budgeted MODEL... [--batch 32] [--budget 60%] [--cudnn-workspace 192MiB] [--out LINES]
 
 Models are those of `sample_models.networks.torch_models`, moved to the device. Each runner is a fresh process, alone on
 the device, that takes the same steps; both may use TF32. *Taken* and *time* are those of `gpu_truth`; *apart* is the
-largest difference of a loss from that of PyTorch's own step, as a fraction of it.
+largest difference of a loss from that of PyTorch's own step, as a fraction of it. Rows are kept in LINES as they are
+measured, and one that is there is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from scripts.gpu_truth import on_device, timed, torch_step, used, warm_up
+import numpy as np
 
-HEADS = ("model", "runner", "taken, MB", "of eager", "ms a step", "of eager", "apart", "made in, s")
+from scripts.child import answered
+from scripts.gpu_steps import taken
+from scripts.journal import Journal
 
-
-def budgeted_step(name: str, batch: int, budget: str) -> Callable[[], float]:
-    """A step by `budgeted` of a module on the device; `budget` may be empty."""
-    from onnx_remat.converters.pytorch import budgeted
-
-    case, given = on_device(name, batch)
-    model = case.model
-    options = {name: value for name, value in case.options.items() if name != "dynamic_dims"}
-    step = budgeted(model, case.loss, case.optimizer(model.parameters()), given, budget or None, check=False, **options)
-    print(step.summary, file=sys.stderr)
-    return lambda: float(step(given))
+HEADS = (
+    "model", "runner", "limit, MB", "predicted, MB", "taken, MB", "of eager", "ms a step", "of eager", "apart",
+    "made in, s",
+)  # fmt: skip
 
 
-def child(job: Mapping[str, Any]) -> None:
-    """Take steps and print what they took."""
-    empty = used()
-    warm_up("torch")
-    idle, start = used(), time.perf_counter()
-    if job["how"] == "eager":
-        step = torch_step(job["model"], job["batch"], False)
-    else:
-        step = budgeted_step(job["model"], job["batch"], job["budget"])
-    made = time.perf_counter() - start
-    seconds, losses = timed(step)
-    print(
-        json.dumps({"made": made, "seconds": seconds, "losses": losses, "taken": used() - idle, "idle": idle - empty})
-    )
-
-
-def rows(model: str, batch: int, budget: str) -> Iterator[tuple[str, ...]]:
+def measured(
+    model: str, batch: int, budget: str, workspace: str, journal: Journal, seconds: float
+) -> Iterator[dict[str, Any]]:
     """PyTorch's own step, `budgeted` without a budget, and with one."""
-    eager: dict[str, Any] = {}
-    for how, share in (("eager", ""), ("budgeted", ""), (f"budgeted, {budget}", budget)):
-        job = {"model": model, "batch": batch, "how": how, "budget": share}
-        command = [sys.executable, "-m", "scripts.gpu_budgeted", "child", json.dumps(job)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            yield model, how, (done.stderr.strip().splitlines() or ["?"])[-1][-300:], *[""] * (len(HEADS) - 3)
-            continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        eager = eager or found
-        apart = max(abs(a - b) / abs(b) for a, b in zip(found["losses"], eager["losses"], strict=True))
-        yield (
-            model, how, f"{found['taken'] / 1e6:,.0f}", f"{found['taken'] / eager['taken']:.2f}",
-            f"{1e3 * found['seconds']:.1f}", f"{found['seconds'] / eager['seconds']:.2f}", f"{apart:.1e}",
-            f"{found['made']:.0f}",
-        )  # fmt: skip
+    for how, share in (("eager", ""), ("budgeted", ""), ("budgeted", budget)):
+        key = {"step": model, "batch": batch, "how": how, "budget": share, "workspace": workspace}
+        yield journal.measured(key, partial(answered, taken, key, seconds=seconds))
+
+
+def cells(row: Mapping[str, Any], eager: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """A row of the table, compared with PyTorch's own step if that could be measured."""
+    runner = ", ".join(filter(None, (row["how"], row["budget"])))
+    if "error" in row:
+        return row["step"], runner, row["error"], *[""] * (len(HEADS) - 3)
+    if eager is not None and "error" in eager:
+        eager = None
+    return (
+        row["step"], runner, *(f"{row[name] / 1e6:,.0f}" if row.get(name) else "" for name in ("limit", "predicted")),
+        f"{row['taken'] / 1e6:,.0f}", f"{row['taken'] / eager['taken']:.2f}" if eager else "",
+        f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / eager['seconds']:.2f}" if eager else "",
+        f"{apart(row['losses'], eager['losses']):.1e}" if eager else "", f"{row['made']:.0f}",
+    )  # fmt: skip
+
+
+def apart(losses: Sequence[float], truth: Sequence[float]) -> float:
+    """The largest difference, as a fraction; not a number where either is none and the other is not."""
+    found, right = np.asarray(losses), np.asarray(truth)
+    off = np.abs(found - right) / np.maximum(np.abs(right), np.finfo(float).tiny)
+    return float(np.max(np.where(np.isnan(found) & np.isnan(right) | (found == right), 0.0, off)))
 
 
 def main() -> None:
     """Print the table of some models."""
-    if sys.argv[1:2] == ["child"]:
-        child(json.loads(sys.argv[2]))
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--budget", default="60%")
+    parser.add_argument("--cudnn-workspace", default="192MiB", help="to plan for (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="LINES", help="a file of JSON lines to add to")
+    parser.add_argument("--again", action="store_true", help="measure rows of LINES again that are errors")
+    parser.add_argument("--seconds", type=float, default=240, help="most that a row may take (default: %(default)s)")
     given = parser.parse_args()
+    journal = Journal(given.out, given.again)
     print(" | ".join(HEADS), flush=True)
     for model in given.models:
-        for row in rows(model, given.batch, given.budget):
-            print(" | ".join(row), flush=True)
+        eager = None
+        for row in measured(model, given.batch, given.budget, given.cudnn_workspace, journal, given.seconds):
+            eager = eager or row
+            print(" | ".join(cells(row, eager)), flush=True)
+            print(json.dumps(row), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

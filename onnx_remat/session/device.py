@@ -20,14 +20,18 @@ def provider_options(limit: int) -> dict[str, str]:
     return options | {"gpu_mem_limit": str(limit)} if limit else options
 
 
-def smallest_limit(runs_within: Callable[[int], bool], most: int) -> int:
-    """Return the smallest limit, in bytes and to `RESOLUTION`, for which ``runs_within(limit)``; it holds for `most`.
+def smallest_limit(
+    runs_within: Callable[[int], bool], most: int, least: int = 0, resolution: int = RESOLUTION
+) -> int:  # fmt: skip
+    """Return the smallest limit, in bytes and to a resolution, for which ``runs_within(limit)``.
+
+    It holds for `most`, and does not for `least`.
 
     >>> smallest_limit(lambda limit: limit >= 300_000_000, 1 << 30) - 300_000_000 < RESOLUTION
     True
     """
-    low, high = 0, most
-    while high - low > RESOLUTION:
+    low, high = least, most
+    while high - low > resolution:
         middle = (low + high) // 2
         low, high = (low, middle) if runs_within(middle) else (middle, high)
     return high
