@@ -22,7 +22,6 @@ from .batch import Batch
 from .devices import (
     HOST,
     device_of,
-    finish_work,
     fits,
     in_one_piece,
     readable,
@@ -161,7 +160,6 @@ class Budgeted:
                 self._rates[name] = rate
         wanted = self._arrays if self._device == HOST else {name: self._arrays[name] for name in self._unread}
         feeds = wanted | self._read_outside(current) | given
-        finish_work(self._device)
         with self._session.lock:
             self._failed = "interrupted"
             try:

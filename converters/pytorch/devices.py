@@ -66,12 +66,6 @@ def readable(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def finish_work(device: torch.device) -> None:
-    """Wait for what PyTorch has launched on a device: a session runs on a stream of its own."""
-    if device != HOST:
-        torch.cuda.current_stream(device).synchronize()
-
-
 def fits(tensor: torch.Tensor) -> bool:
     """Return whether a session reads a tensor where it lies: in one piece, on a device at a multiple of some bytes."""
     return tensor.is_contiguous() and (tensor.device == HOST or tensor.data_ptr() % ALIGNMENT == 0)

@@ -154,7 +154,10 @@ class DeviceMemory:
         return self.use
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
-        """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes."""
+        """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes.
+
+        Afterwards that library has finished with all inputs that it holds, also with those from earlier calls.
+        """
         changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
         if changed:
             check_renewable(self.lying | dict(arrays), self._renewed)
@@ -162,14 +165,16 @@ class DeviceMemory:
         self._fed.update(arrays)
         for name in changed:
             self._bind_input(name)
-        if arrays:
-            wait()  # for the streams of that library
+        if self.lying:
+            wait()  # for the streams of that library: the session's own waits for none of them
 
     def feed(self, arrays: Mapping[str, npt.NDArray[Any] | DeviceArray], where_they_lie: bool = False) -> None:
         """Copy arrays, of the types and shapes of these inputs, to places of their own.
 
         With `where_they_lie`, inputs that another library holds are overwritten there instead.
         """
+        if arrays and (self.lying or any(isinstance(array, DeviceArray) for array in arrays.values())):
+            wait()  # for the streams of other libraries: copies wait for none of them
         moved = set() if where_they_lie else self.lying.keys() & arrays.keys()
         for name in moved:
             del self.lying[name]
@@ -193,6 +198,8 @@ class DeviceMemory:
         """Return a copy of the current value of an input that has been given one."""
         formal = self._formals[name]
         array = np.empty(formal.shape, formal.dtype_name)
+        if name in self.lying:
+            wait()
         read(self.address(name), array)
         return array
 

@@ -1,0 +1,76 @@
+"""A device's memory, with a stand-in for the CUDA runtime: when it is waited for, read and written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import helper
+
+from onnx_remat.session import cuda_memory
+from onnx_remat.session.training import Loop
+from tests.support.graphs import model_of
+from tests.support.host_as_device import DeviceSession, Held, Runtime
+
+SIDE = [64, 64]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    made = Runtime()
+    monkeypatch.setattr(cuda_memory, "_runtime", lambda: made)
+    return made
+
+
+@pytest.fixture
+def session(runtime, monkeypatch):
+    """A step that renews w by x, on a device; its runs are among the calls of the runtime."""
+    nodes = [
+        helper.make_node("Sub", ["w", "x"], ["new.w"], name="renew"),
+        helper.make_node("ReduceSum", ["new.w"], ["loss"], name="sum", keepdims=0),
+    ]  # fmt: skip
+    with DeviceSession(model_of(nodes, {"w": SIDE, "x": SIDE}, {"new.w": SIDE, "loss": []})) as made:
+        run = made._run
+
+        def recorded():
+            runtime.calls.append("run")
+            run()
+
+        monkeypatch.setattr(made, "_run", recorded)
+        yield made
+
+
+def ones(value=1):
+    return np.full(SIDE, value, np.float32)
+
+
+def calls_of(runtime, do):
+    """What the runtime is asked for meanwhile."""
+    runtime.calls.clear()
+    do()
+    return list(runtime.calls)
+
+
+def test_what_another_library_still_writes_is_waited_for_before_it_is_copied(runtime, session):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    batch = Held(ones(2))
+    calls = calls_of(runtime, lambda: loop.step({"x": batch}))
+    assert calls[:2] == ["wait", "move"] and "run" in calls
+    assert loop.view("w")[0, 0] == 1
+
+
+def test_what_another_library_still_does_with_state_is_waited_for_before_each_use(runtime, session):
+    """The session's stream waits for no other one."""
+    w = Held(ones(3))
+    loop = Loop(session, {"w": w, "x": Held(ones())}, device="cuda", copy=False)
+    for _ in range(2):
+        assert calls_of(runtime, loop.step)[:2] == ["wait", "run"]
+    assert w.array[0, 0] == 1
+    assert calls_of(runtime, lambda: loop.view("w"))[:2] == ["wait", "read"]
+    calls = calls_of(runtime, lambda: loop.restore({"w": ones(), "x": ones()}))
+    assert calls[calls.index("write") - 1] == "wait"
+
+
+def test_a_step_whose_state_lies_in_the_sessions_own_memory_waits_for_nothing(runtime, session):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    calls = calls_of(runtime, loop.step)
+    assert calls[0] == "run" and "wait" not in calls
