@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +91,7 @@ def memory(request: Request) -> int:
     batch, optimizers = Batch.of(request.batch), request.users
     for optimizer in optimizers:
         optimizer.zero_grad()
-    held = sum(tensor.nbytes for tensor in _distinct(request, batch))
+    held = held_before(request, batch)
     heap.give_back_large_blocks()  # how much the heap keeps of freed blocks differs from run to run
     heap.trim()
     base = reset_peak() - resident("RssFile")
@@ -129,7 +128,7 @@ def measured_on_device(request: Request, batch: Any, device: torch.device) -> Kn
     own = ExitStack()
     for module in modules:
         own.enter_context(as_it_was(module))
-    held = sum(tensor.nbytes for tensor in _distinct(request, given))
+    held = held_before(request, given)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated(device)
@@ -165,11 +164,19 @@ def _train(request: Request, batch: Batch) -> None:
             optimizer.zero_grad()
 
 
-def _distinct(request: Request, batch: Batch) -> Iterator[torch.Tensor]:
-    """Yield the tensors that exist before a step, one for each memory."""
-    seen = set()
+def held_before(request: Request, batch: Batch) -> int:
+    """Return the bytes of the tensors that exist before a step, each memory once.
+
+    Of the module and the optimizers these are whole storages: weights may be views of one, as those of recurrent layers
+    are on a GPU. Of a batch they are what a step reads: it may be a slice of all data.
+    """
     states = [piece for user in request.users for pieces in user.state.values() for piece in pieces.values()]
-    for tensor in [*request.model.parameters(), *request.model.buffers(), *states, *batch.tensors]:
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in seen:
-            seen.add(tensor.untyped_storage().data_ptr())
-            yield tensor
+    kept = [*request.model.parameters(), *request.model.buffers(), *states]
+    storages = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, torch.Tensor)]
+    whole = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    parts = {}
+    for tensor in batch.tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in whole:
+            parts[storage.data_ptr(), tensor.storage_offset()] = min(tensor.nbytes, storage.nbytes())
+    return sum(whole.values()) + sum(parts.values())

@@ -20,7 +20,8 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch
-from onnx_remat.converters.pytorch import budgeted, sizes
+from onnx_remat.converters.pytorch import budgeted, own_step, sizes
+from onnx_remat.converters.pytorch.batch import Batch
 from onnx_remat.converters.pytorch.unchanged import Facts
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -824,6 +825,24 @@ def test_a_share_of_pytorchs_own_step_is_kept_and_the_exporter_leaves_nothing_be
     assert made["torch"] == pytest.approx(eager, rel=0.2)
     assert made["opened"] < 80e6  # onnxruntime and the session
     assert not {"onnx", "onnx_ir", "networkx", "numba", "ortools"} & {*made["modules"]}
+
+
+def test_weights_in_one_buffer_all_count_and_of_data_what_a_batch_reads():
+    """As recurrent layers have their weights on a GPU."""
+    model, flat = nn.Linear(6, 8), torch.zeros(100)
+    model.weight.data, model.bias.data = flat[:48].view(8, 6), flat[52:60]
+    optimizer = torch.optim.Adam([model.weight])
+    data = torch.zeros(1000, 6)
+    data[0] = 1
+    model(data[:1]).sum().backward()
+    optimizer.step()
+    request = types.SimpleNamespace(model=model, users=(optimizer,))
+    state = 4 * (2 * 48 + 1)  # two averages and a count
+    for batch, taken in (
+        ((data[:4], data[4:8]), 2 * 96), ((data[:4], data[:4]), 96), (torch.zeros(6).expand(50, 6), 24),
+        ((data[:4], model.weight.detach()), 96),
+    ):  # fmt: skip
+        assert own_step.held_before(request, Batch.of(batch)) == flat.nbytes + state + taken
 
 
 @pytest.mark.slow
