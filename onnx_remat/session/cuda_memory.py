@@ -7,6 +7,7 @@ onnxruntime's Python interface allocates on a device from an arena whose regions
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import weakref
 from functools import cache
@@ -92,10 +93,23 @@ def _copy(to: int, source: int, nbytes: int, kind: int) -> None:
 def _runtime() -> Any:
     """Return the CUDA runtime that onnxruntime has loaded."""
     maps = Path("/proc/self/maps")
-    loaded = re.findall(r"/\S*libcudart[\w.-]*\.so[\d.]*", maps.read_text()) if maps.exists() else []
+    loaded = _loaded(os.fsdecode(maps.read_bytes())) if maps.exists() else ""
     if not loaded:
         raise ModelError("no CUDA runtime (libcudart) is loaded: sessions on CUDA need Linux and onnxruntime-gpu")
-    return ctypes.CDLL(loaded[0])
+    try:
+        return ctypes.CDLL(loaded)
+    except OSError as error:
+        raise ModelError(f"the CUDA runtime cannot be opened ({error}): restart this process") from error
+
+
+def _loaded(maps: str) -> str:
+    """Return the path of the CUDA runtime in a process's memory map, whose sixth column has paths; empty if none.
+
+    >>> _loaded("7f00-7f01 r-xp 00000000 fe:01 173 /home/me/my env/lib/libcudart-d0da41ae.so.12.8.90")
+    '/home/me/my env/lib/libcudart-d0da41ae.so.12.8.90'
+    """
+    found = re.search(r"(?m)^(?:\S+ +){5}(/.*libcudart[\w.-]*\.so[\d.]*)$", maps)
+    return found[1] if found else ""
 
 
 def _check(status: int, what: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from onnx import helper
 
+from onnx_remat.errors import ModelError
 from onnx_remat.session import cuda_memory
 from onnx_remat.session.training import Loop
 from tests.support.graphs import model_of
@@ -74,3 +75,25 @@ def test_a_step_whose_state_lies_in_the_sessions_own_memory_waits_for_nothing(ru
     loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
     calls = calls_of(runtime, loop.step)
     assert calls[0] == "run" and "wait" not in calls
+
+
+MAPS = """\
+7f10-7f11 rw-p 00000000 00:00 0
+7f11-7f12 r-xp 00000000 fe:01 173                        /usr/lib/libc.so.6
+7f12-7f13 r-xp 00000000 fe:01 174                        {}
+7ffc-7ffd rw-p 00000000 00:00 0                          [stack]
+"""
+
+
+@pytest.mark.parametrize(
+    "path", ["/usr/lib/libcudart.so.12", "/home/me/my env/nvidia/libcudart.so.13", "/opt/a  b/libcudart-d0da.so.12.8"]
+)
+def test_the_cuda_runtime_is_found_wherever_it_lies(path):
+    assert cuda_memory._loaded(MAPS.format(path)) == path
+    assert cuda_memory._loaded(MAPS.format("/usr/lib/libcudart_static.a")) == ""
+
+
+def test_a_cuda_runtime_that_cannot_be_opened_is_named(monkeypatch):
+    monkeypatch.setattr(cuda_memory, "_loaded", lambda _: "/nowhere/libcudart.so")
+    with pytest.raises(ModelError, match=r"the CUDA runtime cannot be opened \(/nowhere/libcudart.so: .*\): restart"):
+        cuda_memory._runtime.__wrapped__()
