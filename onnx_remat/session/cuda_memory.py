@@ -10,6 +10,8 @@ import ctypes
 import os
 import re
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import numpy.typing as npt
 from onnx_remat.errors import ModelError
 
 _UP, _DOWN, _WITHIN = 1, 2, 3  # cudaMemcpyKind
+_DEVICE = 0  # on which sessions run
 
 
 class Block:
@@ -41,12 +44,13 @@ class Block:
     """
 
     def __init__(self, nbytes: int) -> None:
-        runtime, found, size = _runtime(), ctypes.c_void_p(), ctypes.c_size_t(max(nbytes, 1))
-        _check(runtime.cudaMalloc(ctypes.byref(found), size), f"allocate {nbytes} bytes")
-        self.address = int(found.value or 0)
-        weakref.finalize(self, runtime.cudaFree, found).atexit = False  # exiting frees it anyway
-        _check(runtime.cudaMemset(found, 0, size), "clear its memory")
-        _check(runtime.cudaDeviceSynchronize(), "clear its memory")
+        found, size = ctypes.c_void_p(), ctypes.c_size_t(max(nbytes, 1))
+        with _device() as runtime:
+            _check(runtime.cudaMalloc(ctypes.byref(found), size), f"allocate {nbytes} bytes")
+            self.address = int(found.value or 0)
+            weakref.finalize(self, runtime.cudaFree, found).atexit = False  # exiting frees it anyway
+            _check(runtime.cudaMemset(found, 0, size), "clear its memory")
+            _check(runtime.cudaDeviceSynchronize(), "clear its memory")
 
     def write(self, offset: int, array: npt.NDArray[Any]) -> None:
         """Copy an array to `offset` bytes after the start of the block."""
@@ -78,15 +82,29 @@ def move(address: int, source: int, nbytes: int) -> None:
 
 def wait() -> None:
     """Wait for all that the device has been asked to do."""
-    _check(_runtime().cudaDeviceSynchronize(), "finish what it was asked to do")
+    with _device() as runtime:
+        _check(runtime.cudaDeviceSynchronize(), "finish what it was asked to do")
 
 
 def _copy(to: int, source: int, nbytes: int, kind: int) -> None:
     if nbytes:
-        done = _runtime().cudaMemcpy(
-            ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_int(kind)
-        )
-        _check(done, "copy its memory")
+        with _device() as runtime:
+            done = runtime.cudaMemcpy(
+                ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_int(kind)
+            )
+            _check(done, "copy its memory")
+
+
+@contextmanager
+def _device() -> Iterator[Any]:
+    """Return the runtime; within the block its calls are for the device of sessions, whatever other code has chosen."""
+    runtime, chosen = _runtime(), ctypes.c_int()
+    _check(runtime.cudaGetDevice(ctypes.byref(chosen)), "be found")
+    _check(runtime.cudaSetDevice(ctypes.c_int(_DEVICE)), "be chosen")
+    try:
+        yield runtime
+    finally:
+        runtime.cudaSetDevice(chosen)
 
 
 @cache

@@ -10,7 +10,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.session import cuda_memory
 from onnx_remat.session.training import Loop
 from tests.support.graphs import model_of
-from tests.support.host_as_device import DeviceSession, Held, Runtime
+from tests.support.host_as_device import MOST, DeviceSession, Held, Runtime
 
 SIDE = [64, 64]
 
@@ -75,6 +75,18 @@ def test_a_step_whose_state_lies_in_the_sessions_own_memory_waits_for_nothing(ru
     loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
     calls = calls_of(runtime, loop.step)
     assert calls[0] == "run" and "wait" not in calls
+
+
+def test_memory_is_the_first_devices_whichever_other_code_has_chosen(runtime, session):
+    runtime.current = 1
+    loop = Loop(session, {"w": Held(ones(3)), "x": ones()}, device="cuda", copy=False)
+    loop.step({"x": ones()})
+    assert set(runtime.device_of.values()) == {0}
+    assert "wait" in runtime.calls and "wait for device 1" not in runtime.calls
+    assert runtime.current == 1
+    with pytest.raises(ModelError, match="could not allocate"):
+        cuda_memory.Block(MOST + 1)
+    assert runtime.current == 1
 
 
 MAPS = """\
