@@ -57,6 +57,8 @@ def _check_numbers(outputs: Iterable[Array], gradients: Container[str]) -> None:
 class InPlaceRunner:
     """Run steps with a `Session` on the CPU: one block of memory contains the state, and steps update it in place."""
 
+    on_device = False
+
     def __init__(
         self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
     ) -> None:
@@ -118,13 +120,16 @@ class InPlaceRunner:
 class DeviceRunner:
     """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
+    on_device = True
+    """Whether values may lie on the device."""
+
     def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
         assert session.device is not None
         self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
         self.donated, self.not_donated = session.donated, session.not_donated
         self.formals = {a.name: a.formal for a in session.inputs}
         outputs = {a.name: a.formal for a in session.outputs}
-        check_state(self.formals, state, on_device=True)
+        check_state(self.formals, state, self.on_device)
         check_loss(outputs, loss)
         self._formal: Array = next(array for array in session.outputs if array.name == loss)
         renewed = _renewed(session)
@@ -139,7 +144,7 @@ class DeviceRunner:
         self._device.bind(lying)
         for name in state:  # one by one, as a mapping may read them from a file
             if name not in lying:
-                self._device.feed(dict(checked({name: self.formals[name]}, {name: state[name]}, on_device=True)))
+                self._device.feed(dict(checked({name: self.formals[name]}, {name: state[name]}, self.on_device)))
 
     def _check_use(self) -> None:
         """Raise UsageError where the session's memory contains somebody else's state now."""
@@ -155,7 +160,7 @@ class DeviceRunner:
 
     def feed(self, batch: Mapping[str, Any]) -> None:
         self._check_use()
-        self._device.feed(dict(checked(self.formals, batch, on_device=True)), where_they_lie=True)
+        self._device.feed(dict(checked(self.formals, batch, self.on_device)), where_they_lie=True)
 
     def step(self) -> float:
         with self._session.lock:
@@ -218,6 +223,8 @@ def _check_trainable(arrays: Arrays, renewed: Container[str], given: Mapping[str
 
 class FeedbackRunner:
     """Run steps with onnxruntime's own session: the outputs of each step are the inputs of the next."""
+
+    on_device = False
 
     def __init__(
         self, session: Any, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, device: str

@@ -156,9 +156,12 @@ class Loop:
         return view
 
     def restore(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set all inputs to values that `state` returned, and continue from there."""
+        """Set all inputs to values that `state` returned, and continue from there.
+
+        On a device, where a session runs the steps, values may lie there, see `Session`.
+        """
         arrays = self._runner.arrays()
-        check_state(self._runner.formals, state)
+        check_state(self._runner.formals, state, self._runner.on_device)
         by_default = [name for name in arrays if name not in state and name in self._runner.optional]
         if missing := [name for name in arrays if name not in state and name not in by_default]:
             raise UsageError(f"no value for input {missing[0]!r}")

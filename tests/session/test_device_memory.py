@@ -77,6 +77,13 @@ def test_a_step_whose_state_lies_in_the_sessions_own_memory_waits_for_nothing(ru
     assert calls[0] == "run" and "wait" not in calls
 
 
+def test_a_loop_goes_on_from_a_state_that_lies_on_its_device(session):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    loop.restore({"w": Held(ones(5)), "x": ones()})
+    loop.step()
+    assert loop.view("w")[0, 0] == 4
+
+
 def test_memory_is_the_first_devices_whichever_other_code_has_chosen(runtime, session):
     runtime.current = 1
     loop = Loop(session, {"w": Held(ones(3)), "x": ones()}, device="cuda", copy=False)
