@@ -29,13 +29,11 @@ class Formal:
     shape: tuple[int | None, ...] | None
     bits: bool = False
 
-    def empty(self, sizes: Sequence[int]) -> npt.NDArray[Any]:
-        """Return a read-only array of the type and shape; unknown sizes are taken from `sizes`, where these fit."""
-        shape = sizes if self.shape is None else self.shape
-        filled = zip(shape, sizes, strict=True) if len(shape) == len(sizes) else ((size, 0) for size in shape)
-        array: npt.NDArray[Any] = np.empty([other if size is None else size for size, other in filled], self.dtype)
-        array.flags.writeable = False
-        return array
+    def sizes(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape; unknown sizes are taken from `given`, where these fit."""
+        shape = given if self.shape is None else self.shape
+        filled = zip(shape, given, strict=True) if len(shape) == len(given) else ((size, 0) for size in shape)
+        return tuple(other if size is None else size for size, other in filled)
 
 
 def check_state(formals: Mapping[str, Formal], arrays: Mapping[str, Any], on_device: bool = False) -> None:

@@ -18,6 +18,7 @@ from onnx_remat.session.interface import Arrays, check_loss, check_state, checke
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
+from onnx_remat.session.state_file import Kinds, kinds_of
 
 
 def _left_to_apply(outputs: Iterable[str], inputs: Container[str], renewed: Iterable[str]) -> dict[str, str]:
@@ -109,12 +110,15 @@ class InPlaceRunner:
                 np.subtract(self._arrays[name], gradient, out=self._arrays[name])
         return loss
 
-    def arrays(self) -> Arrays:
-        """The arrays; those of the caller that no step renews cannot be written."""
-        arrays = {name: array.view() for name, array in self._arrays.items()}
-        for name in arrays.keys() - self._own - self._trained:
-            arrays[name].flags.writeable = False
-        return arrays
+    def kinds(self) -> Kinds:
+        return kinds_of(self._arrays)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        return self._arrays[name].view()
+
+    def place(self, name: str) -> npt.NDArray[Any] | None:
+        """Return the array that a new value may be written over; None for the caller's that no step renews."""
+        return self._arrays[name] if name in self._own or name in self._trained else None
 
 
 class DeviceRunner:
@@ -173,12 +177,16 @@ class DeviceRunner:
             self._device.feed({name: new}, where_they_lie=True)
         return self._formal.number(made[self._loss])
 
-    def arrays(self) -> Arrays:
+    def kinds(self) -> Kinds:
         self._check_use()
-        arrays = {name: self._device.read(name) for name in self._device.fed}
-        for array in arrays.values():
-            array.flags.writeable = False
-        return arrays
+        formals = {array.name: array for array in self._session.inputs}
+        return {name: (formals[name].dtype_name, formals[name].shape) for name in self._device.fed}
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        return self._device.read(name)
+
+    def place(self, name: str) -> None:
+        """Return None: the host has no array of it."""
 
 
 def _lying(device: DeviceMemory, state: Mapping[str, Any], renewed: Container[str]) -> dict[str, DeviceArray]:
@@ -288,11 +296,15 @@ class FeedbackRunner:
         self._binding.clear_binding_outputs()  # only now: up to 1.28 the values lie in the binding's own list
         return loss
 
-    def arrays(self) -> Arrays:
-        arrays = {name: value.numpy() for name, value in self._values.items()}
-        for array in arrays.values():
-            array.flags.writeable = False
-        return arrays
+    def kinds(self) -> Kinds:
+        return {name: (self.formals[name].dtype, tuple(value.shape())) for name, value in self._values.items()}
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = self._values[name].numpy()
+        return array
+
+    def place(self, name: str) -> None:
+        """Return None: the caller may have a view of what is there."""
 
     def _bind_all(self) -> None:
         for name, value in self._values.items():

@@ -140,7 +140,7 @@ class Loop:
         """Return copies of the current values of all inputs; UsageError if an earlier step failed."""
         self._check_whole()
         heap.trim_soon()
-        return {name: array.copy() for name, array in self._runner.arrays().items()}
+        return {name: _own(self._runner.array(name)) for name in self._runner.kinds()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only view of an input's current value, to read between steps.
@@ -148,10 +148,10 @@ class Loop:
         With a model or a `Session`, later steps update the same array. UsageError if an earlier step failed.
         """
         self._check_whole()
-        arrays = self._runner.arrays()
-        if name not in arrays:
-            raise UsageError(f"the model has no input {name!r}: it has {', '.join(arrays)}")
-        view = arrays[name].view()
+        kinds = self._runner.kinds()
+        if name not in kinds:
+            raise UsageError(f"the model has no input {name!r}: it has {', '.join(kinds)}")
+        view = self._runner.array(name)
         view.flags.writeable = False
         return view
 
@@ -160,10 +160,10 @@ class Loop:
 
         On a device, where a session runs the steps, values may lie there, see `Session`.
         """
-        arrays = self._runner.arrays()
+        kinds = self._runner.kinds()
         check_state(self._runner.formals, state, self._runner.on_device)
-        by_default = [name for name in arrays if name not in state and name in self._runner.optional]
-        if missing := [name for name in arrays if name not in state and name not in by_default]:
+        by_default = [name for name in kinds if name not in state and name in self._runner.optional]
+        if missing := [name for name in kinds if name not in state and name not in by_default]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self._failed = "interrupted"
         self._runner.forget(by_default)
@@ -182,7 +182,8 @@ class Loop:
             The path ends as files of another format do (``.npz``, ``.pt``, ...).
         """
         self._check_whole()
-        state_file.write(path, self._runner.arrays())
+        kinds = self._runner.kinds()
+        state_file.write_each(path, kinds, (self._runner.array(name) for name in kinds))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Read a state that `save` wrote, and continue from there.
@@ -194,22 +195,33 @@ class Loop:
         ModelError
             The file is missing or damaged.
         """
-        arrays, stored = self._runner.arrays(), state_file.shapes(path)
-        by_default = [name for name in arrays if name in self._runner.optional and name not in stored]
-        arrays = {name: array for name, array in arrays.items() if name not in by_default}
-        for name in self._runner.optional - arrays.keys():
+        stored = state_file.shapes(path)
+        kinds = dict(self._runner.kinds())
+        by_default = [name for name in kinds if name in self._runner.optional and name not in stored]
+        for name in by_default:
+            del kinds[name]
+        for name in self._runner.optional - kinds.keys():
             if name in stored:
-                arrays[name] = self._runner.formals[name].empty(stored[name])
-        kinds = state_file.kinds_of(arrays)
+                formal = self._runner.formals[name]
+                kinds[name] = formal.dtype, formal.sizes(stored[name])
         state_file.check(path, kinds)
         self._failed = "interrupted"
         self._runner.forget(by_default)
-        places = ((name, a if a.flags.writeable else np.empty_like(a, order="C")) for name, a in arrays.items())
-        for name, array in state_file.read_each(path, kinds, places):
-            if array is not arrays[name]:
+        places = {name: self._runner.place(name) for name in kinds}
+        arrays = (
+            (name, np.empty(shape, dtype) if (place := places[name]) is None else place)
+            for name, (dtype, shape) in kinds.items()
+        )
+        for name, array in state_file.read_each(path, kinds, arrays):
+            if places[name] is None:
                 self._runner.feed({name: array})
         heap.trim_soon()
         self._failed = ""
+
+
+def _own(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array that nobody else has: this one, if it was made to read a device, and else a copy."""
+    return array if array.flags.owndata else array.copy()
 
 
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:

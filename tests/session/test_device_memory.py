@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -82,6 +84,27 @@ def test_a_loop_goes_on_from_a_state_that_lies_on_its_device(session):
     loop.restore({"w": Held(ones(5)), "x": ones()})
     loop.step()
     assert loop.view("w")[0, 0] == 4
+
+
+def test_a_state_on_a_device_is_read_one_array_at_a_time_and_only_where_it_is_asked_for(runtime, session, tmp_path):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    assert calls_of(runtime, lambda: loop.view("w")) == ["read"]
+    assert calls_of(runtime, lambda: loop.save(tmp_path / "state")) == ["read"] * 2
+    loop.step()
+    assert "read" not in calls_of(runtime, lambda: loop.load(tmp_path / "state"))
+    assert loop.view("w")[0, 0] == 3
+    assert "read" not in calls_of(runtime, lambda: loop.restore({"w": ones(7), "x": ones()}))
+
+
+def test_a_state_on_a_device_exists_once_on_the_host(session):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    loop.state()  # loads code
+    tracemalloc.start()
+    state = loop.state()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    taken = sum(array.nbytes for array in state.values())
+    assert taken <= peak < 1.4 * taken and all(array.flags.writeable for array in state.values())
 
 
 def test_memory_is_the_first_devices_whichever_other_code_has_chosen(runtime, session):
