@@ -107,6 +107,44 @@ def test_a_state_on_a_device_exists_once_on_the_host(session):
     assert taken <= peak < 1.4 * taken and all(array.flags.writeable for array in state.values())
 
 
+def test_a_loss_is_read_from_its_address_without_a_look_at_the_other_outputs(runtime, session, monkeypatch):
+    loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
+    asked = recorded_outputs(session, monkeypatch)
+    calls = calls_of(runtime, lambda: asked.append(loop.step()))
+    assert calls == ["run", "read"] and asked == [2 * 64 * 64]
+
+
+def test_outputs_that_onnxruntime_allocates_are_read_beside_those_with_an_address(runtime, monkeypatch):
+    nodes = [
+        helper.make_node("Sub", ["w", "x"], ["new.w"], name="renew"),
+        helper.make_node("ReduceSum", ["new.w"], ["loss"], name="sum", keepdims=0),
+    ]  # fmt: skip
+    outputs = {"c": [2], "new.w": SIDE, "loss": []}
+    model = model_of(nodes, {"w": SIDE, "x": SIDE}, outputs, {"c": np.array([1, 2], np.float32)})
+    with DeviceSession(model) as session:
+        asked = recorded_outputs(session, monkeypatch)
+        made = session.run({"w": ones(3), "x": ones()})
+    assert made["c"].tolist() == [1, 2] and made["loss"] == 2 * 64 * 64 and made["new.w"][0, 0] == 2
+    assert asked == ["outputs"]
+
+
+def recorded_outputs(session, monkeypatch):
+    """A list that grows each time the session's binding wraps all its outputs."""
+    asked = []
+
+    class Binding:
+        def __getattr__(self, name):
+            return getattr(binding, name)
+
+        def get_outputs(self):
+            asked.append("outputs")
+            return binding.get_outputs()
+
+    binding = session.device._binding
+    monkeypatch.setattr(session.device, "_binding", Binding())
+    return asked
+
+
 def test_memory_is_the_first_devices_whichever_other_code_has_chosen(runtime, session):
     runtime.current = 1
     loop = Loop(session, {"w": Held(ones(3)), "x": ones()}, device="cuda", copy=False)
