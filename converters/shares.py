@@ -73,7 +73,7 @@ def of(framework: str, own: int) -> Iterator[None]:
     try:
         yield
     except BudgetInfeasibleError as error:
-        text: str = changed(error.message, _in_planning)
+        text = in_budgeted(error.message)
         if own:
             text = Message("{}'s own step takes {}: {}", framework, format_bytes(own), text)
             if int(str(error.settings.get("budget", 0))) > own:
@@ -81,6 +81,17 @@ def of(framework: str, own: int) -> Iterator[None]:
         raise BudgetInfeasibleError(text, error.best_peak_bytes, error.lower_bound_bytes) from None
 
 
+def in_budgeted(text: str) -> str:
+    """Return a message whose settings are arguments of ``budgeted``.
+
+    >>> print(in_budgeted(Message("raise {}, or try {}", Setting("memory_limit"), Setting("effort", 60))))
+    raise budget=, or try planning={'effort': 60}
+    """
+    return changed(text, _in_planning)
+
+
 def _in_planning(setting: Setting) -> Setting:
-    """Return a planning option as it is given to ``budgeted``."""
-    return setting if setting.name == "budget" else Setting("planning", {setting.name: setting.value})
+    """Return a planning option, or the limit of a session, as it is given to ``budgeted``."""
+    if setting.name in ("budget", "memory_limit"):
+        return Setting("budget", setting.value)
+    return Setting("planning", {setting.name: setting.value})

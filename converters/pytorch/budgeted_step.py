@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap
 from onnx_remat.session.session import Session
 
-from .. import names
+from .. import names, shares
 from .arrays import tensor as copied
 from .batch import Batch
 from .devices import (
     HOST,
+    as_before_an_error,
     device_of,
     fits,
     in_one_piece,
@@ -123,6 +124,7 @@ class Budgeted:
         self._kept = {names.output(name): name for name in prepared.outputs}
         self.outputs: dict[str, torch.Tensor] = {}
         self._failed = ""
+        self._undoes = self._device != HOST  # a step that fails, which is the first: the device may be too small
         self._turn = threading.RLock()  # threads take their steps one after the other
 
     def __call__(self, batch: Any, *more: Any) -> StepLoss:
@@ -134,7 +136,8 @@ class Budgeted:
             The batch does not match the example, the module is in another mode, or a constant setting has changed. The
             step did not run.
         ModelError
-            ONNX Runtime failed during the step: some parameters are updated and some are not.
+            ONNX Runtime failed during the step: some parameters are updated and some are not. If it was the first on a
+            device, which may be too small, all are as they were before: the host keeps a copy during that step.
         """
         if more:
             raise UsageError(
@@ -163,13 +166,18 @@ class Budgeted:
         with self._session.lock:
             self._failed = "interrupted"
             try:
-                self._session.execute(feeds)
+                with as_before_an_error(self._renewed_tensors(current) if self._undoes else ()):
+                    self._session.execute(feeds)
             except UsageError:  # the step did not run
                 self._failed = ""
                 raise
             except Exception as error:
-                self._failed = type(error).__name__
+                self._failed = "" if self._undoes else type(error).__name__
+                if isinstance(error, ModelError):
+                    undone = "; module and optimizer are as they were before" if self._undoes else ""
+                    raise ModelError("{}{}", shares.in_budgeted(error.message), undone) from error
                 raise
+            self._undoes = False
             self._unread.clear()
             made = self._session.results(copy=False)
             for output in self._session.not_donated:
@@ -322,6 +330,10 @@ class Budgeted:
     def _renewed(self) -> set[str]:
         """Return the inputs that a step updates in place."""
         return {*self._session.donated.values(), *(o.removeprefix(names.new("")) for o in self._session.not_donated)}
+
+    def _renewed_tensors(self, current: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that a step updates in place."""
+        return [current[name] if name in current else self._own[name] for name in self._renewed()]
 
     def _counts(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[dict[str, Any], str, str]]:
         """Yield the Python numbers in an optimizer's state, which cannot share memory: dict, key and input name."""

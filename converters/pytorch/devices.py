@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -128,6 +128,21 @@ def on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
             _move(tensor, HOST)
         with _autocast_on_host():
             yield
+
+
+@contextmanager
+def as_before_an_error(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """After an error in the block let tensors of a device have their values again, of which the host keeps copies."""
+    before = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in tensors]
+    try:
+        yield
+    except BaseException:
+        for device in {tensor.device for tensor, _ in before} - {HOST}:
+            torch.cuda.synchronize(device)  # a session may have launched kernels before the error
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        raise
 
 
 def release_memory(device: torch.device) -> None:

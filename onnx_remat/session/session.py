@@ -25,7 +25,7 @@ import numpy.typing as npt
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.fuse import driver, shim
-from onnx_remat.messages import Message, Setting
+from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
@@ -268,8 +268,8 @@ class Session:
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
             hint = ""
             if full:
-                space = Setting("cudnn_workspace")
-                hint = Message("; the device is full: raise memory_limit, or plan with a larger {}", space)
+                more = Setting("memory_limit"), Setting("cudnn_workspace", Word("SIZE"))
+                hint = Message("; the device is full: raise {}, or plan with a larger {}", *more)
             raise ModelError("onnxruntime failed during the step: {}{}", loading.first_line(error), hint) from error
 
     def results(self, *, copy: bool = True) -> Arrays:

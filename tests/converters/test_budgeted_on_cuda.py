@@ -16,7 +16,9 @@ from onnx_remat.converters.pytorch import budgeted, devices, own_step
 from onnx_remat.converters.pytorch.outside import check_lasting, in_memory, lasting, memory
 from torch import nn
 
-from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.errors import ConversionError, ModelError, UsageError
+from onnx_remat.messages import Setting, Word
+from onnx_remat.session.session import Session
 from tests.support.fake_cuda import here
 from tests.support.slow import few
 
@@ -230,10 +232,40 @@ def test_a_part_of_what_moves_is_refused():
     assert memory(whole.renewed().alias) == memory(loss.weight) != memory(whole.alias)
 
 
-def test_an_optimizer_with_steps_on_the_device_is_traced_on_the_host():
+@pytest.fixture(scope="module")
+def made():
+    """A step on the host, its module, an optimizer whose steps count on the device, and a batch."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # no Dropout: the loss falls
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
     batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
     with budgeted(model, nn.CrossEntropyLoss(), optimizer, batch, progress=False) as step:
-        before = float(step(batch))
-        assert [step(batch) for _ in range(30)][-1] < before
+        yield step, model, optimizer, batch
+
+
+def test_an_optimizer_with_steps_on_the_device_is_traced_on_the_host(made):
+    step, _, _, batch = made
+    before = float(step(batch))
+    assert [step(batch) for _ in range(30)][-1] < before
+
+
+def test_a_first_step_for_which_the_device_is_too_small_leaves_everything_as_it_was(made, monkeypatch):
+    """And says what to give `budgeted`, which has no memory_limit."""
+    step, model, optimizer, batch = made
+    run, before = Session._run, float(step(batch))
+    monkeypatch.setattr(step, "_undoes", True)
+    state = {name: tensor.clone() for name, tensor in devices.own_tensors(model, None, [optimizer]).items()}
+
+    def fails(session):
+        run(session)
+        more = Setting("memory_limit"), Setting("cudnn_workspace", Word("SIZE"))
+        raise ModelError("the device is full: raise {}, or plan with a larger {}", *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_run", fails)
+        with pytest.raises(ModelError) as caught:
+            step(batch)
+    wanted = "raise budget=, or plan with a larger planning={'cudnn_workspace': SIZE}"
+    assert str(caught.value) == f"the device is full: {wanted}; module and optimizer are as they were before"
+    after = devices.own_tensors(model, None, [optimizer])
+    assert all(torch.equal(after[name], value) for name, value in state.items())
+    assert step(batch) < before

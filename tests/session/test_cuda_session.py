@@ -51,7 +51,7 @@ def test_training_takes_what_was_predicted_and_no_more(step):
     for found in (free, enough):
         assert all(made["peak"] <= predicted and made["waits"] <= 3 for made in found["steps"])
         assert len({made["peak"] for made in found["steps"]}) == 1
-    full = "the device is full: raise memory_limit, or plan with a larger cudnn_workspace="
+    full = "the device is full: raise memory_limit=, or plan with a larger cudnn_workspace=SIZE"
     assert full in little["error"] or "is below" in little["error"]
     assert "bytes of the slab and the inputs: raise it" in none["error"]
 
