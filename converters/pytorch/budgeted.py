@@ -19,7 +19,7 @@ from . import optimizer_facts
 from .apart import carried_out
 from .batch import Batch
 from .budgeted_step import Budgeted
-from .devices import HOST, check_provider, device_of, in_one_chunk, moved, on_host, own_tensors, release_memory
+from .devices import HOST, batch_on, check_cuda, device_of, in_one_chunk, on_host, own_tensors, release_memory
 from .living import forks
 from .outside import check_lasting
 from .own_step import measured_on_device
@@ -128,13 +128,13 @@ def budgeted(
             raise UsageError("{}: on a device all batches have one size: pad them", Setting("dynamic_dims"))
         planning = {"provider": device.type, **(planning or {})}
         release_memory(device)
-        check_provider()
+        check_cuda()
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
     example = Batch.of(batch)
     example.check_dimensions(written.dynamic)
     request = Request(
-        model, loss, recipe, users, moved(batch, HOST), given, of_step, written.dynamic, written.sizes(example),
+        model, loss, recipe, users, batch_on(batch, HOST), given, of_step, written.dynamic, written.sizes(example),
         loss_parts, attention_parts, tuple(outputs), check, planning or {}, written.path,
         Progress(quiet=not progress, log=True), device.type,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from .devices import (
     readable,
 )
 from .holders import held
-from .outside import Outside, check_apart, memory, shares_memory
+from .outside import Outside, check_tensors_apart, memory, shares_memory
 from .preparation import Prepared
 from .sizes import Sessions, Written
 from .unchanged import Facts
@@ -298,7 +298,7 @@ class Budgeted:
             if _layout(state) != self._bound.get(name):
                 changed.append(name)
         if changed:
-            check_apart({name: current[name] for name in self._wanted}, self._renewed())
+            check_tensors_apart({name: current[name] for name in self._wanted}, self._renewed())
             heap.trim_soon()  # frees the previous tensors, and the checkpoint that these came from
         for name in changed:
             tensor = current[name]

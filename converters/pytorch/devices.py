@@ -13,7 +13,7 @@ from onnx_remat.errors import ConversionError
 from onnx_remat.session.device_arrays import ALIGNMENT
 
 from .arrays import view
-from .outside import check_apart
+from .outside import check_tensors_apart
 from .private_state import pytree
 
 HOST = torch.device("cpu")
@@ -44,7 +44,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return next(iter(found), HOST)
 
 
-def check_provider() -> None:
+def check_cuda() -> None:
     """Raise ModelError unless ONNX Runtime has CUDA here, before a step is planned for it."""
     from onnx_remat.ort import runtime  # takes memory, which a step on the CPU does not need
     from onnx_remat.process import worker
@@ -95,7 +95,7 @@ def own_tensors(model: torch.nn.Module, loss: Any, users: Sequence[torch.optim.O
     return dict(made.values())
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def batch_on(batch: Any, device: torch.device) -> Any:
     """Return a batch of the same structure with its tensors on a device."""
 
     def move(value: Any) -> Any:
@@ -120,7 +120,7 @@ def on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
     if device == HOST:
         yield
         return
-    check_apart(tensors, tensors)
+    check_tensors_apart(tensors, tensors)
     before = {name: tensor.device for name, tensor in tensors.items()}
     with ExitStack() as back:
         for name, tensor in tensors.items():

@@ -98,7 +98,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def check_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
+def check_tensors_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
     """Raise UsageError if a tensor that is updated in place shares memory with another: the plan decides the order of
     reads."""
     renewed, last, end = set(renewed), "", 0

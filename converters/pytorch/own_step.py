@@ -15,7 +15,7 @@ from onnx_remat.process import forked
 from onnx_remat.session import heap
 
 from .batch import Batch, loss_of
-from .devices import HOST, moved, own_tensors
+from .devices import HOST, batch_on, own_tensors
 from .preparation import Own, Request
 
 STEPS = 2
@@ -114,7 +114,7 @@ def measured_on_device(request: Request, batch: Any, device: torch.device) -> Kn
     """
     from .step import as_it_was  # takes memory, which a step on the host does not need
 
-    given = Batch.of(moved(batch, device))
+    given = Batch.of(batch_on(batch, device))
     modules = [each for each in (request.model, request.loss) if isinstance(each, torch.nn.Module)]
     parameters = list(dict.fromkeys(p for module in modules for p in module.parameters()))
     kept = [

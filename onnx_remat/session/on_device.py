@@ -55,7 +55,7 @@ def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
         raise UsageError(f"cuda_graph: {why}")
 
 
-def check_provider(session: Any, name: str) -> None:
+def check_no_fallback(session: Any, name: str) -> None:
     """Raise ModelError where onnxruntime fell back to the CPU, which it does silently."""
     if session.get_providers()[0] != name:
         raise ModelError(f"onnxruntime makes no {name} session here: see its log for a library that it cannot load")

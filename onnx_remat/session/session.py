@@ -193,7 +193,7 @@ class Session:
         limit = on_device.scratch_limit(step, memory_limit) if memory_limit else 0
         providers = on_device.providers(step.execution_providers, limit, graph)
         self._session = loading.load(target, providers, threads, step.pool)
-        on_device.check_provider(self._session, step.execution_providers[0])
+        on_device.check_no_fallback(self._session, step.execution_providers[0])
         self._binding = self._session.io_binding()
         self._bind_loose()
         self._device = DeviceMemory(self._binding, step, device, fixed=graph)

@@ -130,9 +130,9 @@ def test_autocast_of_a_device_has_its_type_on_the_host():
 
 def test_batches_keep_their_structure():
     x = torch.rand(2)
-    assert devices.moved(x, devices.HOST) is x
-    assert devices.moved({"a": x, "b": [x, 3]}, devices.HOST) == {"a": x, "b": [x, 3]}
-    assert devices.moved([x, (x, None)], devices.HOST) == (x, (x, None))
+    assert devices.batch_on(x, devices.HOST) is x
+    assert devices.batch_on({"a": x, "b": [x, 3]}, devices.HOST) == {"a": x, "b": [x, 3]}
+    assert devices.batch_on([x, (x, None)], devices.HOST) == (x, (x, None))
 
 
 @pytest.fixture
