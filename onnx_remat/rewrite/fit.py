@@ -131,11 +131,14 @@ def fit(
             if work.deadline.ends_within(seconds_per_file):
                 raise
             look, alone = refusal.look, replace(direct, values=set())
-            worst, rival = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
+            worst, best = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
             if worst > goal.allowed:
                 refusal.looked = worst if worst < goal.memory.original_bytes else 0
                 raise
-        best = rival
+            if _can_correct(goal, work.options, best):
+                best = _corrected(best, best, goal, work, seconds_per_file, known, direct, []) or best
+        else:
+            best = rival
     if rival is not None and rival.preference() < best.preference():
         best = rival
     return replace(best, executed=_at_other_levels(best, work, seconds_per_file))
@@ -229,9 +232,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     starts = (*known, *plans)
     if best is not None and unsure and not deadline.ends_within(seconds_per_file):
         best = _unlike(best, replace(goal, alone=True), targets.kept, work, seconds_per_file, starts, direct)
-    small = memory.compiled.problem.n_ops <= _CORRECTED_OPS
-    can_correct = small and options.selector in SEARCHES and not options.offload
-    if can_correct and (best is None or best.plan.extra_compute > 0):
+    if _can_correct(goal, options, best):
         for base in filter(None, (best, missed)):
             if base is best or best is None or base.preference() < best.preference():
                 best = _corrected(best, base, goal, work, seconds_per_file, starts, direct, targets.files)
@@ -273,6 +274,13 @@ def _unlike(
         return best
     taken, other = _written_and_simulated(plan, goal, target, work, direct)
     return other if taken <= goal.allowed and other.preference() < best.preference() else best
+
+
+def _can_correct(goal: Goal, options: Options, best: Fitted | None) -> bool:
+    """Return whether plans corrected by a file may be better than the best so far."""
+    small = goal.memory.compiled.problem.n_ops <= _CORRECTED_OPS
+    searches = options.selector in SEARCHES and not options.offload
+    return small and searches and (best is None or best.plan.extra_compute > 0)
 
 
 def _corrected(

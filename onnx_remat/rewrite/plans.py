@@ -58,8 +58,9 @@ def make_plan(
         if plan.timeline.peak <= target:
             return plan
     look = first_look(goal, options, deadline)
-    if look.timeline.peak <= target and not proved:
-        return look
+    if look.timeline.peak <= target and not proved:  # it is as low as can be, whatever it recomputes
+        better = _selected(goal, target, options, deadline, known=(*known_plans, look.schedule))
+        return better if better.timeline.peak <= target else look
     lowest = lowest_peak(plan or look, memory)
     found = memory.budget_for(lowest)
     why, finds = _refused(goal, target, lowest, options)

@@ -10,7 +10,7 @@ import pytest
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.buffers import simulate
-from onnx_remat.rewrite import fit
+from onnx_remat.rewrite import fit, plans
 from sample_models.chain import chain
 from tests.support.graphs import SAMPLES
 
@@ -120,3 +120,33 @@ def test_files_that_miss_the_budget_by_little_again_and_again_lead_to_no_dear_pl
     """Five targets, each lower by a per mille, gave files that took 0.1 MB too much; the plan left cost 107 %."""
     found = onnx_remat.rewrite_model(RESIDUAL, "70%", run_by="session", arena=True, effort=3, verify="none").report
     assert found.extra_compute < 0.1
+
+
+def test_what_a_first_look_finds_is_improved(monkeypatch):
+    """Its plan is the lowest that it can find, whatever it recomputes."""
+    looks = []
+
+    def refused(goal, work, *_):
+        looks.append(plans.first_look(goal, work.options, work.deadline))
+        raise plans.Refusal("no file", 0, None, "", 0, 0, looks[-1])
+
+    monkeypatch.setattr(fit, "_attempts", refused)
+    report = onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none").report
+    assert " kept" in report.verdict()
+    assert report.extra_compute < looks[0].extra_compute
+
+
+def test_a_plan_that_only_a_first_look_finds_is_improved(monkeypatch):
+    """The search from its own starts finds none within the target."""
+    looks, made, selected, make_plan = [], [], plans._selected, fit.make_plan
+
+    def lost(goal, target, options, deadline, known=(), **more):
+        plan = selected(goal, target, options, deadline, known=known, **more)
+        if not target:
+            looks.append(plan)
+        return plan if known or not target else replace(plan, timeline=replace(plan.timeline, peak=10**12))
+
+    monkeypatch.setattr(plans, "_selected", lost)
+    monkeypatch.setattr(fit, "make_plan", lambda *given: made.append(make_plan(*given)) or made[-1])
+    onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
+    assert made[0].extra_compute < looks[-1].extra_compute
