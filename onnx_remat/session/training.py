@@ -33,7 +33,8 @@ class Loop:
     """Train one model: call `step` repeatedly.
 
     With a model or a `Session`, the loop updates state in place: ``new.w`` is written over ``w``, so the two never
-    exist at the same time. With onnxruntime's own session, the outputs of each step become the inputs of the next.
+    exist at the same time. With onnxruntime's own session, the outputs of each step become the inputs of the next, and
+    only a budget of ``run_by="session"`` is kept.
 
     Parameters
     ----------
