@@ -26,6 +26,12 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"(?ms)^```python\n(.*?)^```$", page.read_text())
 
 
+def rewrites(page: Path) -> list[str]:
+    """The commands, of a page on a source, that rewrite the step of its blocks to ``small.onnx``."""
+    found = re.findall(r"`(onnx-remat train\.onnx small\.onnx [^`]+)`", page.read_text())
+    return found if named(page) in ("sources/onnx", "sources/jax") else []
+
+
 SLOW = ("index", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
 WITH_CODE = [
     pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
@@ -47,6 +53,10 @@ def test_the_python_blocks_of_a_page_run_one_after_the_other(page, tmp_path):
         [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    for command in rewrites(page):
+        arguments = [sys.executable, "-m", *command.replace("-", "_", 1).split(), "--effort", "0.3", "--force"]
+        done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
