@@ -115,12 +115,13 @@ class MissingExtraError(OnnxRematError, ImportError):
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the closest match of `name` in `names`, None where none is close.
+    """Return the closest match of `name` in `names`, None where none is close; the dashes of flags do not count.
 
-    >>> closest("bath", ["batch", "length"]), closest("bath", ["n"])
-    ('batch', None)
+    >>> closest("bath", ["batch", "length"]), closest("bath", ["n"]), closest("--effort", ["--for"])
+    ('batch', None, None)
     """
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+    known = {each.lstrip("-"): each for each in names}
+    return next((known[each] for each in difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.7)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -123,6 +123,11 @@ def test_a_mistyped_command_is_reported(home, capsys):
     assert cli(capsys, "swep", "out.onnx", "--for", "session", "--budget", "70%", "--effort", "1s", "-q") == (0, "", "")
 
 
+def test_a_flag_of_another_command_is_not_taken_for_an_unlike_one(home, capsys):
+    code, _, err = cli(capsys, "estimate", "in.onnx", "--effort", "1")
+    assert (code, err) == (2, "onnx-remat estimate: error: unrecognized arguments: --effort 1\n")
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
