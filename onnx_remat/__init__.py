@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from onnx_remat.errors import (
     BudgetInfeasibleError,
     ConversionError,
+    MissingExtraError,
     ModelError,
     OnnxRematError,
+    RankLostError,
     ShapeError,
     UsageError,
     VerificationError,
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BudgetInfeasibleError",
     "ConversionError",
+    "MissingExtraError",
     "ModelError",
     "OnnxRematError",
+    "RankLostError",
     "Session",
     "ShapeError",
     "UsageError",

@@ -61,7 +61,8 @@ selectors:
 
 exit codes: 0 ok, 1 internal error (a bug), 2 usage, 3 budget infeasible, 4 invalid or unsupported
 model or missing package, 5 verification failed, 6 conversion failed (converters), 7 a rank of a
-distributed job was lost, 130 interrupted. On 2 to 6 and on 130 nothing is written."""
+distributed job was lost, 130 interrupted, 143 terminated. On 2 to 6, 130 and 143 no model is
+written."""
 
 COMMANDS = ("estimate", "explain", "sweep", "profile", "check", "split")
 """Functions of `onnx_remat.app.commands`, called by their names."""

@@ -16,7 +16,7 @@ import pytest
 from onnx import helper
 
 import onnx_remat
-from onnx_remat import files, plan_model, rewrite_model
+from onnx_remat import errors, files, plan_model, rewrite_model
 from onnx_remat.app.cli import COMMANDS, main
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
@@ -92,6 +92,12 @@ def test_a_report_prints_as_its_text(home):
 
 def test_the_package_lists_its_public_names():
     assert dir(onnx_remat) == sorted(onnx_remat.__all__)
+
+
+def test_every_error_is_a_public_name():
+    classes = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    assert "RankLostError" in classes and classes <= set(dir(onnx_remat))
+    assert all(getattr(onnx_remat, name) is getattr(errors, name) for name in classes)
 
 
 def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_python(home, capsys):
