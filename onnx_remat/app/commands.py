@@ -190,11 +190,14 @@ def check(arguments: Sequence[str]) -> int:
     parser.add_argument("--no-run", action="store_true", help="do not run a step of it")
     add_flag(parser, "provider", provider="that of the plan")
     add_runtime_flag(parser)
+    parser.add_argument("--json", metavar="PATH|-", help="also write the result as JSON (- is standard output)")
     given = parser.parse_args(arguments)
+    if given.json:
+        check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
     found = run(
         given.file, parse_dims(given.dims or []), run=not given.no_run, provider=given.provider, python=given.runtime
     )
-    say(found.to_text())
+    _report(found, given.json)
     return VerificationError.exit_code if found.lost else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -187,6 +188,14 @@ def test_a_dimension_that_the_file_lacks_is_refused(command, small, capsys):
     assert main([command, str(small), *flags, "--dim", "bacth=64"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no symbolic dimension 'bacth'" in line and "did you mean 'batch'?" in line
+
+
+def test_the_result_is_written_as_json(small, tmp_path, capsys):
+    path = tmp_path / "check.json"
+    assert main(["check", str(small), "--no-run", "--json", str(path)]) == 0
+    assert json.loads(path.read_text()) == json.loads(check(small, run=False).to_json())
+    assert f"wrote {path}" in capsys.readouterr().out
+    assert main(["check", str(small), "--no-run", "--json", str(small)]) == 2  # it would replace the model
 
 
 def test_a_file_on_standard_input_is_checked(small):
