@@ -247,8 +247,8 @@ class Options:
 
     costs: str = _option(
         "", _text, "--costs",
-        f"source of the seconds per op: {', '.join(PRESETS)} (default cpu, or a100 for --provider cuda), or a "
-        "profile in ONNX Runtime's JSON", metavar="PRESET|FILE",
+        f"source of the seconds per op: {', '.join(PRESETS)} (default {{costs}}), or a profile in ONNX Runtime's JSON",
+        metavar="PRESET|FILE",
     )  # fmt: skip
     """A preset of `costs.PRESETS`, or the path of a profile by ONNX Runtime; "" for the provider's default."""
 

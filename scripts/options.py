@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from onnx_remat.app.flags import selector_names
+from onnx_remat.app.flags import USUAL_COSTS, selector_names
 from onnx_remat.options import OPTIONS, Options
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "cli.md"
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "guides" / "cli.md"
 
 def table() -> str:
     """A row per option: its flag, its name in Python, its help."""
-    filled = {"provider": "cpu", "selectors": ", ".join(selector_names()), "effort": "30s"}
+    filled = {"provider": "cpu", "selectors": ", ".join(selector_names()), "effort": "30s", "costs": USUAL_COSTS}
     rows = [("flag", "in Python", "meaning"), ("---",) * 3]
     for name, option in OPTIONS.items():
         if option.flag:

@@ -21,6 +21,7 @@ import onnx
 
 from onnx_remat import files
 from onnx_remat.app.flags import (
+    USUAL_COSTS,
     Parser,
     add_flag,
     add_flags,
@@ -364,7 +365,10 @@ def build_parser() -> argparse.ArgumentParser:
         "sum of tensors. With --max-batch nothing is measured, and a budget covers what --for says.",
     )
     parser.add_argument("input", metavar="IN", nargs="+", help="training graphs")
-    parser.add_argument("--budget", required=True, metavar="SIZE", help="of tensors: 4GB, or 60%% of the original's")
+    parser.add_argument(
+        "--budget", required=True, metavar="SIZE",
+        help="of tensors: 4GB, or 60%% of the original's; auto, +5%%: see onnx-remat -h; in bytes with --max-batch",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default 50)")
     parser.add_argument(
         "--initial", default="", metavar="FILE",
@@ -378,7 +382,8 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print one row of a Markdown table per graph")
     parser.add_argument("--json", metavar="PATH|-", help="also write the results as JSON (- is standard output)")
-    planning = add_flags(parser, effort="10s", without=("run_by",))
+    costs = f"a profile of IN, measured first; for a largest batch {USUAL_COSTS}"
+    planning = add_flags(parser, effort="10s", without=("run_by",), costs=costs)
     add_flag(
         planning, "run_by",
         help="for a largest batch: what will train with the file, loop (default) or session, see onnx-remat -h; "

@@ -37,7 +37,7 @@ three examples, from a checkout:
 
 commands (each has its own -h):
   onnx-remat [rewrite] IN OUT --budget SIZE   rewrite IN to a budget: this page
-  onnx-remat estimate IN                      show the memory of IN and the lowest possible budget
+  onnx-remat estimate IN                      show the memory of IN, and which budgets are possible
   onnx-remat explain OUT                      show what a rewritten file recomputes, and why
   onnx-remat sweep IN                         show memory against extra compute over many budgets
   onnx-remat profile IN OUT                   measure seconds per op, for --costs

@@ -28,17 +28,18 @@ _PLANNED_SIZE = "size of a symbolic dimension (default: the size that the file w
 
 
 def estimate(arguments: Sequence[str]) -> int:
-    """Print the memory that a graph takes, and the lowest possible budget."""
+    """Print the memory that a graph takes, a bound on budgets, and one for which there is a plan."""
     from onnx_remat.findings.estimate import estimate as run
 
     parser = Parser(
         prog="onnx-remat estimate",
-        description="Show the memory of IN by part and by module, and the lowest possible budget. Plans and writes "
-        "nothing.",
+        description="Show the memory of IN by part and by module, a bound that no budget can go below, and a budget "
+        "for which a search of about a second finds a plan. onnx-remat sweep --lowest finds lower ones.",
     )
     parser.add_argument("input", metavar="IN", help="any graph: a training step, or one for inference")
     parser.add_argument("--json", metavar="PATH|-", help="also write the estimate as JSON (- is standard output)")
-    add_flags(parser, without=("arena", "effort"))
+    planning = add_flags(parser, without=("arena", "effort", "time_limit"))
+    add_flag(planning, "time_limit", "wall-clock limit (default: 120s)")
     add_flag(parser, "verify", _CUSTOM)
     given = parser.parse_args(arguments)
     options, progress = planning_options(given), Progress()
@@ -214,8 +215,8 @@ def split(arguments: Sequence[str]) -> int:
         "update. Run one after the other, both are bit-identical to IN.",
     )
     parser.add_argument("input", metavar="IN", help="a whole training step: forward, loss, backward, update")
-    parser.add_argument("gradients", metavar="GRADIENTS", nargs="?", help="default: IN with suffix .gradients.onnx")
-    parser.add_argument("update", metavar="UPDATE", nargs="?", help="default: IN with suffix .update.onnx")
+    parser.add_argument("gradients", metavar="GRADIENTS", nargs="?", help="default: as IN, .gradients.onnx for .onnx")
+    parser.add_argument("update", metavar="UPDATE", nargs="?", help="default: as IN, .update.onnx for .onnx")
     parser.add_argument(
         "--accumulate", action="store_true",
         help="let GRADIENTS add to sums, new.grad.<name> from grad.<name>, as onnx_remat.distributed needs it",

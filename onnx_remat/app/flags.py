@@ -58,6 +58,9 @@ class Parser(argparse.ArgumentParser):
 _NUMBER, _UNIT = re.compile(r"\d+(\.\d+)?"), re.compile(r"(?i)[kmgt]?i?b|%|s|min|h")
 
 
+USUAL_COSTS = "cpu, or a100 for --provider cuda"
+"""Default of `Options.costs`, as help states it."""
+
 Flags: TypeAlias = argparse._ActionsContainer
 """Receiver of flags: a parser, or a group of one."""
 
@@ -79,16 +82,21 @@ def add_flag(flags: Flags, name: str, help: str | None = None, default: object =
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, group: str = "planning", effort: str = "30s", without: Sequence[str] = ()
+    parser: argparse.ArgumentParser,
+    group: str = "planning",
+    effort: str = "30s",
+    without: Sequence[str] = (),
+    costs: str = USUAL_COSTS,
 ) -> Flags:
     """Add the flags of all options in a group, except for some; `planning_options` reads them.
 
-    `effort` is the command's default where neither an effort nor a time limit is given.
+    `effort` is the command's default where neither an effort nor a time limit is given; `costs` says its default costs.
     """
     from onnx_remat.options import OPTIONS
 
     where = "described below" if parser.prog == "onnx-remat" else "onnx-remat -h describes them"
-    filled = {"provider": "cpu", "selectors": f"{', '.join(selector_names())}; {where}", "effort": effort}
+    described = f"{', '.join(selector_names())}; {where}"
+    filled = {"provider": "cpu", "selectors": described, "effort": effort, "costs": costs}
     flags = parser.add_argument_group(group)
     for name, option in OPTIONS.items():
         if option.flag and option.group == group and name not in without:

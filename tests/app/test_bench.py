@@ -275,3 +275,4 @@ def test_the_help_says_what_is_planned_for():
     text = " ".join(bench.build_parser().format_help().split())
     assert "It plans for onnxruntime's own session" in text and "not for a loop, the default of onnx-remat" in text
     assert "for a largest batch: what will train with the file" in text
+    assert "(default a profile of IN, measured first" in text and "(default cpu, or a100" not in text
