@@ -132,8 +132,10 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
         least for which a step takes at most 10 % more time, as predicted, or compute for ``run_by="session"``;
         ``"+5%"``: at most 5 %.
     **options
-        Fields of `Options`: `run_by`, `selector`, `dims`, `loss`, `keep`, `checkpoints`, `allow_recompute`,
-        `time_limit`, `effort`, `costs`, `verify` ("none", "check" or "run"), `progress`.
+        Fields of `Options`, which describes each: what runs the file (`provider`, `run_by`, `arena`, `level`,
+        `patterns`, `fuse`); the model (`dims`, `loss`, `state_outputs`); the plan (`selector`, `keep`, `checkpoints`,
+        `allow_recompute`, `offload`) and the search for it (`effort`, `time_limit`); costs (`costs`,
+        `cudnn_workspace`, `host_bandwidth`); `verify` ("none", "check" or "run"); and `progress`.
 
     Returns
     -------

@@ -52,6 +52,24 @@ def test_the_guide_lists_every_option():
     assert options.rendered(page) == page and "| `--costs" in page, "python -m scripts.options"
 
 
+def test_the_docstring_of_rewrite_model_names_every_option():
+    described = onnx_remat.rewrite_model.__doc__
+    assert [field.name for field in fields(Options) if f"`{field.name}`" not in described] == []
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS, "onnx-remat-bench"])
+def test_the_guide_names_every_flag_of_every_command(command, capsys):
+    """A command with a section or a row of its own; flags of planning are in the table of options."""
+    guide = options.PAGE.read_text(encoding="utf-8")
+    words = [command] if command in cli.COMMANDS else []
+    with pytest.raises(SystemExit):
+        (bench if command == "onnx-remat-bench" else cli).main([*words, "--help"])
+    flags = set(re.findall(r"(?m)^  (?:-\w, )?(--[a-z-]+|-\w)", capsys.readouterr().out)) - {"--help", "--version"}
+    short = {"--verbose": "-v", "--quiet": "-q"}
+    assert flags and [flag for flag in flags if f"`{short.get(flag, flag)}" not in guide] == []
+    assert re.search(rf"(?m)^\|.*`{command}`.*\|", guide) if command else "onnx-remat rewrite" in guide
+
+
 def messages(file: Path) -> list[tuple[int, str]]:
     """Texts in a file that someone may read: no docstrings, and no help of flags."""
     tree = ast.parse(file.read_text())
