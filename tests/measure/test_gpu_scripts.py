@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.session.plan_session import SessionRequest
-from scripts import child, gpu_budgeted, gpu_numbers, gpu_steps, gpu_truth
+from scripts import child, gpu_budgeted, gpu_day, gpu_numbers, gpu_steps, gpu_truth
 from scripts.journal import Journal
 from tests.support.graphs import model_of
 
@@ -239,3 +240,24 @@ def test_figures_are_compared_with_pytorchs_own_step_alone():
     )
     assert gpu_budgeted.cells(row, {"error": "died"})[4:] == ("2", "", "500.0", "", "", "3")
     assert gpu_budgeted.apart([np.nan, 1.0], [np.nan, 1.0]) == 0 and np.isnan(gpu_budgeted.apart([np.nan], [1.0]))
+
+
+def test_a_part_of_the_day_may_fail_or_be_cut_off_and_the_others_run(monkeypatch, tmp_path):
+    for name, does in {
+        "quick": "open('ran', 'a').write('quick ')",
+        "broken": "raise SystemExit(3)",
+        "slow": "import subprocess, sys; subprocess.run([sys.executable, '-m', 'later'])",
+        "later": "import time; time.sleep(6); open('ran', 'a').write('later ')",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(does)
+    monkeypatch.chdir(tmp_path)
+    ends = gpu_day.run([("a", ["broken"]), ("b", ["slow"]), ("c", ["quick"])], 4.0)
+    assert ends == ["a: failed with exit code 3", "b: cut off: run the command again to go on", "c: done"]
+    time.sleep(4.5)
+    assert (tmp_path / "ran").read_text() == "quick "
+
+
+def test_all_parts_of_the_day_are_commands_that_exist(tmp_path):
+    for _, (module, *arguments) in gpu_day.parts(tmp_path, tmp_path, again=True):
+        help_text = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True).stdout
+        assert all(each in help_text for each in arguments if each.startswith("--"))
