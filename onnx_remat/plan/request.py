@@ -75,8 +75,11 @@ class Deadline:
 
     @contextmanager
     def flag(self) -> Iterator[Longs]:
-        """Yield an array of one 0 that a timer thread sets to 1 when time is up, for compiled code without the GIL."""
-        up = np.zeros(1, np.int64)
+        """Yield an array of one 0 that a timer thread sets to 1 when time is up, for compiled code without the GIL.
+
+        If it is up already, the array has the 1 from the beginning.
+        """
+        up = np.full(1, self.passed(), np.int64)
         if self._at == math.inf:
             yield up
             return

@@ -18,7 +18,6 @@ import numpy as np
 from onnx_remat.memory import arena, buffers, layout, layout_ascending, layout_ledges, order
 from onnx_remat.memory.problem import BACKWARD, FORWARD, Problem, Schedule
 from onnx_remat.plan import cost_bounds
-from onnx_remat.plan.request import Deadline
 from onnx_remat.plan.search import anneal, candidates, orders
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.selectors.materialize import inserted, materialize
@@ -51,7 +50,7 @@ def _toy() -> Problem:
 
 def _annealing() -> None:
     view = liveness_model(_toy())
-    candidates.improved(view, view.ops, 2, 1, candidates.Heat(1.0, 0.1), 0, True, False, Deadline())
+    candidates.improved(view, view.ops, 2, 1, candidates.Heat(1.0, 0.1), 0, np.zeros(1, np.int64), True, False)
 
 
 def _ordering() -> None:

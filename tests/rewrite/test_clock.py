@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import math
 import re
+import signal
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ import onnx_remat
 from onnx_remat.memory import buffers
 from onnx_remat.options import parse_options
 from onnx_remat.plan import request as contract
+from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search import candidates
 from onnx_remat.plan.search.loading import unload
@@ -103,6 +106,38 @@ def test_an_annealing_without_end_ends_with_the_limit(monkeypatch):
     seconds, cut = taken(endless)
     assert cut
     assert seconds < 2 * (2.0 + plain)
+
+
+@pytest.mark.parametrize("selector", ["search", "keep_all"])
+def test_a_signal_ends_running_annealings(monkeypatch, selector):
+    """Those of several lanes, and a single one."""
+    problem, begun, stopped = planner_problems.chain(16), [], []
+    baseline = planner_problems.baseline(problem)
+
+    def endless(state, *rest):
+        begun.append(state)
+        if len(begun) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        until = time.monotonic() + 2.0
+        while not rest[-1][0] and time.monotonic() < until:
+            time.sleep(0.01)
+        stopped.append(bool(rest[-1][0]))
+        return unload(state), False
+
+    def handler(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(candidates, "anneal", endless)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            selectors.get(selector)(Request(problem, 2, baseline, selector == "search", work=10_000))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    until = time.monotonic() + 3.0
+    while len(stopped) < len(begun) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert begun and stopped == [True] * len(begun)
 
 
 def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):

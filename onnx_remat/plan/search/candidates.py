@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import TypeVar
 
 import numpy as np
 
 from onnx_remat.memory.buffers import simulate
-from onnx_remat.memory.problem import Ints, Problem, Schedule
+from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import LivenessModel
@@ -54,12 +55,23 @@ def cheapest_within(request: Request, schedules: Sequence[Schedule]) -> Schedule
 _Job = TypeVar("_Job")
 
 
-def in_parallel(run: Callable[[_Job], Candidate], jobs: Sequence[_Job]) -> list[Candidate]:
-    """Map `run` over jobs, `LANES` at a time; the kernels release the GIL."""
-    if len(jobs) < 2:
-        return [run(job) for job in jobs]
-    with ThreadPoolExecutor(LANES) as pool:
-        return list(pool.map(run, jobs))
+def in_parallel(run: Callable[[_Job, Longs], Candidate], jobs: Sequence[_Job], deadline: Deadline) -> list[Candidate]:
+    """Map `run` over jobs and the `stop` of `annealed`, `LANES` at a time; the kernels release the GIL.
+
+    The kernels stop at the deadline, and where a signal handler raises an exception: handlers run in the main thread,
+    which therefore runs no kernel, and leaving the pool waits for those that run.
+    """
+    with deadline.flag() as stop, ThreadPoolExecutor(LANES) as pool:
+        try:
+            return list(pool.map(run, jobs, repeat(stop)))
+        except BaseException:
+            stop[0] = 1
+            raise
+
+
+def apart(run: Callable[[Longs], Candidate], deadline: Deadline) -> Candidate:
+    """Run one annealing as `in_parallel` runs several."""
+    return in_parallel(lambda job, stop: job(stop), [run], deadline)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +100,20 @@ def annealed(
     work: int,
     heat: Heat,
     seed: int,
+    stop: Longs,
     recompute: bool = True,
     keep: bool = False,
-    deadline: Deadline | None = None,
 ) -> Candidate:
-    """Anneal from a plan and return the result, better or worse; the plan itself if the deadline has passed.
+    """Anneal from a plan and return the result, better or worse; the plan itself if it must stop at once.
 
     The parameters are those of `improved`, except that the start is a plan.
     """
     order = view.contract(plan.schedule.order)
     if not len(order):
         return plan
-    deadline = deadline or Deadline()
-    if deadline.passed():
+    if stop[0]:
         return replace(plan, over=plan.peak > budget)
-    found = improved(view, order, budget, work, heat, seed, recompute, keep, deadline)
+    found = improved(view, order, budget, work, heat, seed, stop, recompute, keep)
     return priced(view.problem, view.expand(found), budget)
 
 
@@ -113,9 +124,9 @@ def improved(
     work: int,
     heat: Heat,
     seed: int,
+    stop: Longs,
     recompute: bool,
     keep: bool,
-    deadline: Deadline,
 ) -> Ints:
     """Anneal from an order and return the best order found.
 
@@ -127,6 +138,8 @@ def improved(
         Where to start, without views.
     budget : int
         Bytes, residents included.
+    stop : int64 (1,)
+        See `anneal`.
     recompute : bool
         False to reorder only.
     keep : bool
@@ -143,10 +156,8 @@ def improved(
         state.events["pinned"][placed[np.unique(order, return_index=True)[1]]] = 1
     unit = float(core.cost[view.ops].mean()) or 1.0
     size = float(core.nbytes[core.out_values].mean()) or 1.0
-    with deadline.flag() as stop:
-        found, _ = anneal(
-            state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
-            float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size,
-            stop,
-        )  # fmt: skip
+    found, _ = anneal(
+        state, np.array([seed * 7919 + 104729], np.uint64), float(core.cost[order].sum()),
+        float(core.cost[view.ops].sum()), work, heat.hot * unit, heat.cold * unit, FIRST_PRICE * unit / size, stop,
+    )  # fmt: skip
     return found  # type: ignore[no-any-return]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.plan.request import Deadline, Request, register
-from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, priced
+from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, apart, priced
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.orders import list_schedules
@@ -17,7 +19,8 @@ def lowered(view: LivenessModel, plan: Candidate, budget: int, work: int, deadli
     step, spent, per_round = COARSE, 0, max(20, int(work * ROUND_SHARE))
     while plan.peak > budget and step >= FINE and spent < work and not deadline.passed():
         aim = max(budget, int(plan.peak * (1 - step)))
-        new = annealed(view, plan, aim, per_round, Heat(*REORDER_HEAT), spent, recompute=False, deadline=deadline)
+        run = partial(annealed, view, plan, aim, per_round, Heat(*REORDER_HEAT), spent, recompute=False)
+        new = apart(run, deadline)
         spent += per_round
         if new.peak < plan.peak:
             plan = priced(view.problem, new.schedule.order, budget)

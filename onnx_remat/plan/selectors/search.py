@@ -9,10 +9,11 @@ of liveness; the search is then repeated with a lower target.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from onnx_remat.memory.problem import Ints, Problem, Schedule
+from onnx_remat.memory.problem import Ints, Longs, Problem, Schedule
 from onnx_remat.plan.request import Request, register, silent
-from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, best_of, fits, in_parallel, priced
+from onnx_remat.plan.search.candidates import Candidate, Heat, annealed, apart, best_of, fits, in_parallel, priced
 from onnx_remat.plan.search.core import LivenessModel, liveness_model
 from onnx_remat.plan.search.effort import allowance
 from onnx_remat.plan.search.tuning import (
@@ -121,7 +122,8 @@ def _repair_target(request: Request, view: LivenessModel, known: list[Candidate]
     It takes at most half of the time left. Return the best plan, known plans included.
     """
     nearest, half = min(known, key=lambda plan: (plan.peak, plan.cost)), request.deadline.sooner(0.0, 0.5)
-    found = annealed(view, nearest, request.budget, work, Heat(*CONTINUE_HEAT), request.seed, deadline=half)
+    run = partial(annealed, view, nearest, request.budget, work, Heat(*CONTINUE_HEAT), request.seed)
+    found = apart(run, half)
     return best_of([*known, with_budget(found, request.budget)])
 
 
@@ -153,11 +155,11 @@ def _round(
     heats = TRIAL_HEATS[turn % len(TRIAL_HEATS)], CONTINUE_HEAT
     request.progress("improving further", 0.0)
 
-    def run(lane: int) -> Candidate:
+    def run(lane: int, stop: Longs) -> Candidate:
         seed, heat = request.seed + 1000 + LANES * turn + lane, Heat(*heats[lane])
-        return annealed(view, start, budget, work, heat, seed, deadline=request.deadline)
+        return annealed(view, start, budget, work, heat, seed, stop)
 
-    return [with_budget(plan, request.budget) for plan in in_parallel(run, range(LANES))]
+    return [with_budget(plan, request.budget) for plan in in_parallel(run, range(LANES), request.deadline)]
 
 
 def with_budget(plan: Candidate, budget: int) -> Candidate:
@@ -177,14 +179,14 @@ def _anneal_seeds(
     starts = [*plain[:1], *others[:1], *almost, *(plain[1:2] if not request.fixed_order else [])]
     tries = min(MOST_TRIES, max(1, int(work * TRY_SHARE / (WORK_PER_OP * request.problem.n_ops))))
 
-    def start(i: int) -> Candidate:
+    def start(i: int, stop: Longs) -> Candidate:
         request.progress("starting", i * TRY_SHARE / tries)
         heat = Heat(*TRIAL_HEATS[i % len(TRIAL_HEATS)])
         plan = starts[(i // len(TRIAL_HEATS) + i) % len(starts)]
         share, seed = int(work * TRY_SHARE / tries), request.seed + i
-        return annealed(view, plan, budget, share, heat, seed, keep=i % 2 == 0, deadline=clock)
+        return annealed(view, plan, budget, share, heat, seed, stop, keep=i % 2 == 0)
 
-    tried = sorted([*others[:1], *in_parallel(start, range(tries))], key=lambda plan: plan.key)
+    tried = sorted([*others[:1], *in_parallel(start, range(tries), clock)], key=lambda plan: plan.key)
     above = [plan for plan in (*tried, *others) if plan.over]
     if tried[0].over or (above and tried[0].cost > DEAR * plain[0].cost):
         above = sorted(above, key=lambda plan: plan.peak)
@@ -196,20 +198,20 @@ def _anneal_seeds(
     longer = LANES if kept[0][0].over else 1  # where no plan fits, each lane has the whole share
     most = int(work * CONTINUE_SHARE * longer / len(kept))
 
-    def go_on(i: int) -> Candidate:
+    def go_on(i: int, stop: Longs) -> Candidate:
         plan, aim = kept[i]
         request.progress(_improving(request, plan), TRY_SHARE + i * CONTINUE_SHARE / len(kept))
         seed = request.seed + tries + i
-        return with_budget(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, deadline=clock), budget)
+        return with_budget(annealed(view, plan, aim, most, Heat(*CONTINUE_HEAT), seed, stop), budget)
 
-    found = [*tried, kept[0][0], *in_parallel(go_on, range(len(kept)))]
+    found = [*tried, kept[0][0], *in_parallel(go_on, range(len(kept)), clock)]
     best = best_of(found)
     rest = int(work * (1 - TRY_SHARE - CONTINUE_SHARE) / len(LAST_HEATS))
 
-    def finish(i: int) -> Candidate:
-        return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, deadline=clock)
+    def finish(i: int, stop: Longs) -> Candidate:
+        return annealed(view, best, budget, rest, Heat(*LAST_HEATS[i]), request.seed + i, stop)
 
-    return [*found, *in_parallel(finish, range(len(LAST_HEATS)))]
+    return [*found, *in_parallel(finish, range(len(LAST_HEATS)), clock)]
 
 
 def _improving(request: Request, plan: Candidate) -> str:
