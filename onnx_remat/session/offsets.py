@@ -122,11 +122,12 @@ def program(
 ) -> Program:
     """Build a program: distinguish views from values that own memory; a view that is a graph output is a copy."""
     root: dict[str, str] = {}
+    returned = frozenset(outputs)
     for step in steps:
         for slot, out in kernels.aliases(step.node):
             if out < len(step.node.output) and slot < len(step.node.input):
                 name, viewed = step.node.output[out], step.node.input[slot]
-                if name and viewed and name not in outputs:
+                if name and viewed and name not in returned:
                     root[name] = root.get(viewed, viewed)
     on_host = _on_host(steps, tensors, kernels, opset, inputs) if kernels.device != "cpu" else frozenset()
     return Program(tuple(steps), tensors, tuple(inputs), tuple(outputs), root, kernels, on_host)
@@ -210,28 +211,32 @@ def donations(program: Program, pairs: Mapping[str, str]) -> tuple[dict[str, str
     """
     makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
     read_at = readers(program)
+    inputs, outputs = frozenset(program.inputs), frozenset(program.outputs)
     donated: dict[str, str] = {}
     refused: dict[str, str] = {}
+    renewed: set[str] = set()
     for output, name in pairs.items():
-        reason = _unsafe(program, output, name, makers.get(output, -1), read_at.get(name, []))
-        if not reason and name in donated.values():
+        if name not in inputs:
+            reason = f"there is no input {name!r}"
+        elif output not in makers:
+            reason = "no node makes it"
+        elif name in outputs:
+            reason = f"{name!r} is itself an output"
+        else:
+            reason = _unsafe(program, output, name, makers[output], read_at.get(name, []))
+        if not reason and name in renewed:
             reason = f"{name!r} is renewed by another output too"
         if reason:
             refused[output] = reason
         else:
             donated[output] = name
+            renewed.add(name)
     return donated, refused
 
 
 def _unsafe(program: Program, output: str, name: str, maker: int, read_at: Sequence[int]) -> str:
     """Return why `output` must not be written in place of input `name`; empty where it may."""
-    if name not in program.inputs:
-        return f"there is no input {name!r}"
-    if maker < 0:
-        return "no node makes it"
     new, old = program.tensors[output], program.tensors[name]
-    if name in program.outputs:
-        return f"{name!r} is itself an output"
     if (new.dtype, new.shape) != (old.dtype, old.shape):
         return f"it is not of the type and shape of {name!r}"
     if not is_plain(new):
@@ -354,7 +359,8 @@ def lifetimes(program: Program, names: Sequence[str]) -> tuple[dict[str, int], d
     makers = {name: i for i, step in enumerate(program.steps) for name in step.writes}
     last = len(program.steps) - 1
     start = {name: makers[name] for name in names}
-    end = {n: last if n in program.outputs else max(read_at.get(n, [start[n]])) for n in names}
+    returned = frozenset(program.outputs)
+    end = {n: last if n in returned else max(read_at.get(n, [start[n]])) for n in names}
     return start, end
 
 
@@ -389,12 +395,12 @@ def _in_place_chains(
 ) -> dict[str, str]:
     """Return for each value the first value of its chain of in-place writes, which share one address."""
     head = {}
-    taken: set[str] = set()
+    taken = set(program.outputs)  # and values that are overwritten already
     for name in names:  # in execution order, so that overwritten values already have a head
         head[name] = name
         at = start[name]
         for read in dict.fromkeys(program.root.get(n, n) for n in program.steps[at].reads):
-            dies = read in head and end[read] == at and read not in taken and read not in program.outputs
+            dies = read in head and end[read] == at and read not in taken
             if dies and overwrites_safely(program, at, name, read):
                 head[name] = head[read]
                 taken.add(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -185,6 +186,20 @@ def test_a_view_of_old_state_counts_as_the_state():
     binding = assign(mended, {"new.w": "w"})
     check(mended, binding, range(3), LEAST)
     assert dict(binding.donated) == {"new.w": "w"}
+
+
+def test_the_time_of_a_layout_is_not_that_of_pairs_of_nodes_and_outputs():
+    state = [f"w{i}" for i in range(400)]
+    nodes = [make("Sub", [name, "g"], [f"new.{name}"]) for name in state]
+    pairs = {f"new.{name}": name for name in state}
+    few = small_program(nodes, dict.fromkeys([*state, "g"], N), dict.fromkeys(pairs, N))
+    others = tuple(f"other{i}" for i in range(200_000))
+    many = replace(few, inputs=others + few.inputs, outputs=others + few.outputs)
+    began = time.monotonic()
+    found = assign(many, pairs, search=False)
+    seconds = time.monotonic() - began
+    assert dict(found.donated) == pairs and not found.not_donated
+    assert seconds < 2.0
 
 
 @pytest.mark.parametrize(
