@@ -21,6 +21,7 @@ from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline, Request
 from onnx_remat.plan.search import candidates
 from onnx_remat.plan.search.loading import unload
+from onnx_remat.plan.selectors.exact import Proof, solve
 from onnx_remat.rewrite import fit, original
 from onnx_remat.units import format_bytes
 from sample_models.chain import chain
@@ -138,6 +139,15 @@ def test_a_signal_ends_running_annealings(monkeypatch, selector):
     while len(stopped) < len(begun) and time.monotonic() < until:
         time.sleep(0.01)
     assert begun and stopped == [True] * len(begun)
+
+
+def test_the_exact_selector_gives_up_within_the_time_that_its_model_takes():
+    """That of 60 ops takes seconds to build."""
+    pytest.importorskip("ortools.sat.python.cp_model")  # its import takes a second
+    problem, deadline = planner_problems.chain(30), Deadline(0.1)
+    began = time.monotonic()
+    assert solve(problem, 10, 1.0, deadline=deadline) == Proof(None, False)
+    assert deadline.cut_short and time.monotonic() - began < 1.0
 
 
 def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):

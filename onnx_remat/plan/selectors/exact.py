@@ -19,7 +19,7 @@ import numpy as np
 
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Problem, Schedule
-from onnx_remat.plan.request import Request, register
+from onnx_remat.plan.request import Deadline, Request, register
 from onnx_remat.plan.search.candidates import cheapest_within
 from onnx_remat.plan.selectors.search import search
 
@@ -40,7 +40,7 @@ class Proof:
 
 
 def solve(
-    problem: Problem, budget: int, effort: float, hint: Schedule | None = None, seconds: float = math.inf
+    problem: Problem, budget: int, effort: float, hint: Schedule | None = None, deadline: Deadline | None = None
 ) -> Proof:
     """Find the least-cost staged schedule under `budget`.
 
@@ -50,8 +50,8 @@ def solve(
         Deterministic seconds of the solver.
     hint : Schedule or None
         A schedule to start from, in the class or not.
-    seconds : float
-        Wall-clock limit that cuts the solver short.
+    deadline : Deadline or None
+        When to give up, also while the model is built.
 
     Returns
     -------
@@ -60,6 +60,7 @@ def solve(
     """
     from ortools.sat.python import cp_model  # its import takes as long as all others of the command line together
 
+    deadline = deadline or Deadline()
     n, life = problem.n_ops, problem.lifetimes
     first = after_readers(problem, range(n)).tolist()  # the op at each place of a stage
     place = np.argsort(first)
@@ -73,6 +74,8 @@ def solve(
     # has[t, i, v]: value v is available after place (t, i); place (t, i) follows (t, i - 1).
     before: dict[int, cp_model.IntVar] = {}
     for t in range(n):
+        if deadline.passed():
+            return Proof(None, False)
         for i in range(t + 1):
             here = run[t, i]
             if i == t:
@@ -113,8 +116,8 @@ def solve(
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort
-    if math.isfinite(seconds):
-        solver.parameters.max_time_in_seconds = max(seconds, 0.0)
+    if math.isfinite(deadline.left()):
+        solver.parameters.max_time_in_seconds = max(deadline.left(), 0.0)
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         order = tuple(first[i] for t in range(n) for i in range(t + 1) if solver.value(run[t, i]))
@@ -158,6 +161,6 @@ def exact(request: Request) -> Schedule:
     if request.problem.n_ops > _MOST_OPS or request.deadline.passed():
         return found
     effort = request.effort * _DETERMINISTIC_SECONDS_PER_SECOND if request.work is None else request.work * 1e-4
-    proof = solve(request.problem, request.budget, effort, found, request.deadline.left())
+    proof = solve(request.problem, request.budget, effort, found, request.deadline)
     request.deadline.passed()  # sets `cut_short` if the deadline cut the solver short
     return cheapest_within(request, [found] if proof.schedule is None else [found, proof.schedule])
