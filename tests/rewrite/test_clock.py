@@ -141,6 +141,12 @@ def test_a_signal_ends_running_annealings(monkeypatch, selector):
     assert begun and stopped == [True] * len(begun)
 
 
+def test_a_search_without_time_plans_for_no_few_layers(monkeypatch):
+    problem = planner_problems.chain(16)
+    monkeypatch.setattr(importlib.import_module("onnx_remat.plan.selectors.search"), "layered", None)
+    selectors.get("search")(Request(problem, 2, planner_problems.baseline(problem), deadline=Deadline(0.0)))
+
+
 def test_the_exact_selector_gives_up_within_the_time_that_its_model_takes():
     """That of 60 ops takes seconds to build."""
     pytest.importorskip("ortools.sat.python.cp_model")  # its import takes a second

@@ -51,7 +51,7 @@ def seeds(request: Request, view: LivenessModel, work: int) -> tuple[list[Candid
     plain = reordered(request, view, work)
     bases = [plain[0].schedule] if request.fixed_order else [plain[0].schedule, request.baseline]
     classical: list[Candidate] = []
-    if plain[0].over and not request.fixed_order:
+    if plain[0].over and not request.fixed_order and not request.deadline.passed():
         classical += _from_few_layers(request, plain[0].schedule, work)
     for base in bases:
         if classical and request.deadline.passed():
