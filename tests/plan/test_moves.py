@@ -10,7 +10,7 @@ from onnx_remat.memory.problem import Problem
 from onnx_remat.plan.search.anneal import anneal
 from onnx_remat.plan.search.core import liveness_model
 from onnx_remat.plan.search.loading import load, unload
-from onnx_remat.plan.search.state import EXCESS, FIXED, State, empty_state
+from onnx_remat.plan.search.state import EXCESS, FIXED, WORK, State, empty_state
 from onnx_remat.plan.search.tuning import ADD, CHAIN, EARLY, HOIST, HOISTED, SWAP, TRIES, WHOLE
 from tests.support.planner_problems import build
 
@@ -109,3 +109,23 @@ def test_no_recompute_takes_the_place_of_its_ops_first_execution() -> None:
         anneal(state, np.array([seed], np.uint64), 1.0, -1.0, 2_000_000, 10.0, 5.0, 1e-3, np.zeros(1, np.int64))
         assert list(dict.fromkeys(unload(state).tolist())) == order.tolist()
     assert len(unload(state)) > len(ops)
+
+
+def test_looking_through_thousands_of_readers_counts_as_work() -> None:
+    """Otherwise moves take longer the more readers a value has, and the effort limits no time."""
+    n = 2000
+
+    def work(shared: bool) -> int:
+        more = [2 * n] if shared else []
+        forward = [([i - 1, *more] if i else more, [i]) for i in range(n)]
+        backward = [([n - 1 - i, *more, *([n + i - 1] if i else [])], [n + i]) for i in range(n)]
+        view = liveness_model(build([([], [2 * n]), *forward, *backward], [100] * (2 * n) + [4], [2 * n - 1]))
+        state = empty_state(view.core, view.ops, 100 * n // 2)
+        load(state, view.ops)
+        total = 0
+        for seed in range(1, 300):
+            one_move(state, np.uint64(seed * 7919))
+            total += int(state.totals[WORK])
+        return total
+
+    assert work(shared=True) > 1.5 * work(shared=False)

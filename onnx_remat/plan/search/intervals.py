@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnx_remat.plan.search.state import BUDGET, COUNT, EVENTS, EXCESS, HOLD_UNREAD, IDLE, NODES, WORK
-from onnx_remat.plan.search.tuning import WORK_OF_CHANGE
+from onnx_remat.plan.search.tuning import FREE_TOUCHES, WORK_OF_CHANGE, WORK_OF_TOUCH
 from onnx_remat.process.compiled import inlined
 
 
@@ -98,8 +98,11 @@ def in_place(s, e):  # type: ignore[no-untyped-def]
 def touch_before(s, v, p):  # type: ignore[no-untyped-def]
     """Return the last touch of value `v` before place `p`, -1 for none."""
     x = s.values[v].tail
+    passed = 0
     while x >= 0 and place_of(s, x) >= p:
         x = s.nodes[x].before
+        passed += 1
+    s.totals[WORK] += WORK_OF_TOUCH * max(passed - FREE_TOUCHES, 0)
     return x
 
 
@@ -113,9 +116,12 @@ def _relink(s, x, joining):  # type: ignore[no-untyped-def]
     if joining:
         b = -1
         a = s.values[v].tail
+        passed = 0
         while a >= 0 and place_of(s, a) >= p:
             b = a
             a = nodes[a].before
+            passed += 1
+        s.totals[WORK] += WORK_OF_TOUCH * max(passed - FREE_TOUCHES, 0)
     else:
         a, b = node.before, node.after
     a_written = a >= 0 and nodes[a].read == 0

@@ -146,8 +146,8 @@ def remove(s, e, log, n):  # type: ignore[no-untyped-def]
         saved += op.cost
         change(s, f, p, p < 0)
         done += 1
-        for k in range(op.slot, op.slot + op.reads):
-            x = touch_before(s, s.slots[k], p)
+        for k in range(event.node, event.node + op.reads):
+            x = s.nodes[k].before  # as it was before `change`
             if x >= 0 and not s.nodes[x].read and n < start + CHAIN:
                 f = np.int64(s.nodes[x].owner)
                 wanted = s.events[f].pinned != 0

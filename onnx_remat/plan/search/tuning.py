@@ -22,6 +22,10 @@ WORK_OF_MOVE = 800
 """Work of a move apart from the profile: measured, so that a unit takes equally long on large and small graphs."""
 WORK_OF_CHANGE = 220
 """Work of one change of the profile, apart from the places changed: measured together with WORK_OF_MOVE."""
+FREE_TOUCHES, WORK_OF_TOUCH = 256, 4
+"""Touches of a value that a search for the last one before a place passes as part of a move, and work of each further
+one: by reasoning, few values have so many readers; and measured, roughly.
+"""
 PLACES_PER_STEP = 4
 """Places per step of the annealed order: by reasoning; with fewer, events are shifted more often; with more, ranges are
 longer."""
