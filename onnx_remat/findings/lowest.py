@@ -16,6 +16,7 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_for
 from onnx_remat.rewrite.plans import TooLittleTime
+from onnx_remat.rewrite.report import CUT_SHORT
 from onnx_remat.units import Budget, format_bytes
 
 _TRIES = 8  # budgets to plan for; each at least halves the gap
@@ -43,6 +44,8 @@ class Lowest(Finding):
         Extra compute of the file that keeps `budget`, as a fraction.
     tries : int
         Number of budgets tried.
+    cut_short : bool
+        Whether the clock cut the planning of a file short (`Options.time_limit`): another run may find another budget.
     """
 
     schema: ClassVar[str] = "onnx-remat/lowest/1"
@@ -55,6 +58,7 @@ class Lowest(Finding):
     missed: tuple[int, ...]
     extra_compute: float
     tries: int
+    cut_short: bool = False
 
     def lines(self) -> list[str]:
         """Return the lowest budget found, the bound, and the budgets in between that were missed."""
@@ -67,6 +71,8 @@ class Lowest(Finding):
         ]
         if missed := [budget for budget in self.missed if budget >= self.impossible]:
             lines.append("no file was found for budgets in between: " + ", ".join(map(format_bytes, sorted(missed))))
+        if self.cut_short:
+            lines.append(CUT_SHORT)
         return lines
 
 
@@ -98,7 +104,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     report = rewrite_for(original, "100%").report
     top, books, bound = report.budget, report.books(), report.lower_bound
     impossible = min(smallest_budget(bound, books), top)  # the original itself keeps that, without a margin
-    budget, missed, tries = impossible, [impossible - 1], 0
+    budget, missed, tries, cut_short = impossible, [impossible - 1], 0, report.cut_short
     while tries < _TRIES and report.budget > _RESOLUTION * max(missed):
         tries += 1
         watched = named(f"try {tries} of {_TRIES} at most, {format_bytes(report.budget)} found", progress)
@@ -111,9 +117,10 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
             budget = int(smallest_budget(error.best_peak_bytes) * _REFUSAL_HEADROOM)
         else:
             budget = report.budget
+            cut_short |= report.cut_short
         if budget >= report.budget or budget <= max(missed):
             budget = math.isqrt(max(missed) * report.budget)  # the geometric mean
     return Lowest(
         top, report.budget, report.covered()[1], bound + books, impossible, tuple(missed[1:]), report.extra_compute,
-        tries,
+        tries, cut_short,
     )  # fmt: skip

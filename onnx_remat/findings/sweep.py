@@ -22,6 +22,7 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.rewrite.pipeline import Result, rewrite_for
 from onnx_remat.rewrite.plans import TooLittleTime
+from onnx_remat.rewrite.report import CUT_SHORT
 from onnx_remat.units import Budget, format_bytes, table
 
 MOST_POINTS = 10_000
@@ -53,6 +54,8 @@ class Curve(Finding):
         ends, both axes scaled to 1 (Satopää et al. 2011).
     missed : tuple of int
         Budgets, in bytes, for which no file was found.
+    cut_short : bool
+        Whether the clock cut the planning of a file short (`Options.time_limit`): another run may find another curve.
     """
 
     schema: ClassVar[str] = "onnx-remat/sweep/1"
@@ -62,6 +65,7 @@ class Curve(Finding):
     points: tuple[Point, ...]
     knee: int
     missed: tuple[int, ...] = ()
+    cut_short: bool = False
 
     def lines(self) -> list[str]:
         """Return the curve as a table with the knee marked."""
@@ -76,6 +80,8 @@ class Curve(Finding):
         lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
         if self.missed:
             lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))
+        if self.cut_short:
+            lines.append(CUT_SHORT)
         return lines
 
 
@@ -132,18 +138,20 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         found_for = (_try(original, budget, named(name, progress)) for name, budget in zip(names, budgets, strict=True))
     else:
         found_for = _tried_apart(model, budgets, jobs, options, names, progress)
-    for budget, (point, bound) in zip(budgets, found_for, strict=True):
+    cut_short = whole.report.cut_short
+    for budget, (point, bound, cut) in zip(budgets, found_for, strict=True):
+        cut_short |= cut
         if point is None:
             missed.append(budget)
         else:
             floor = max(floor, bound + books)
             found.append(point)
     front = _front(found)
-    return Curve(top, floor, front, _knee(front), tuple(missed))
+    return Curve(top, floor, front, _knee(front), tuple(missed), cut_short)
 
 
-_Tried = tuple[Point | None, int]
-"""Result of one budget, None where no file was found; and the lower bound on all schedules in bytes."""
+_Tried = tuple[Point | None, int, bool]
+"""Result of one budget, None where no file was found; the lower bound on all schedules in bytes; `Report.cut_short`."""
 
 
 def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried:
@@ -152,14 +160,14 @@ def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried
     except TooLittleTime:
         raise
     except BudgetInfeasibleError:
-        return None, 0
-    return _point(result), result.report.lower_bound
+        return None, 0, False
+    return _point(result), result.report.lower_bound, result.report.cut_short
 
 
-def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[dict[str, Any] | None, int]:
+def tried(model: str | bytes, budget: int, options: PlanningOptions) -> tuple[dict[str, Any] | None, int, bool]:
     """Return the result of one budget as JSON data; runs in a child process."""
-    point, bound = _try(begin(model, options), budget)
-    return None if point is None else asdict(point), bound
+    point, bound, cut = _try(begin(model, options), budget)
+    return None if point is None else asdict(point), bound, cut
 
 
 def _tried_apart(
@@ -173,10 +181,10 @@ def _tried_apart(
         child = idle.get()
         try:
             job = {"model": given, "budget": budget, "options": options}
-            point, bound = child.call("onnx_remat.findings.sweep:tried", job)
+            point, bound, cut = child.call("onnx_remat.findings.sweep:tried", job)
         finally:
             idle.put(child)
-        return point and Point(**point), bound
+        return point and Point(**point), bound, cut
 
     with ThreadPoolExecutor(min(jobs, len(budgets))) as pool, ExitStack() as ended:
         for _ in range(min(jobs, len(budgets))):

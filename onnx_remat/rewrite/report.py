@@ -32,6 +32,10 @@ TENSORS = (
 """Rows of a `Peak` without its total, and their fields."""
 
 
+CUT_SHORT = Message(
+    "note: the time limit cut planning short: another run may plan otherwise; {} repeats", Setting("effort", Word("N"))
+)
+
 Row = TypeVar("Row")
 
 
@@ -204,8 +208,7 @@ class Report(Finding):
             lines += ["", *self._measured_lines(self.measured)]
         lines += [Message("note: {}", note) for note in self.notes]
         if self.cut_short:
-            cut = "note: the time limit cut planning short: another run may plan otherwise; {} repeats"
-            lines.append(Message(cut, Setting("effort", Word("N"))))
+            lines.append(CUT_SHORT)
         return lines
 
     def to_text(self, verbose: bool = False) -> str:

@@ -17,7 +17,9 @@ from onnx_remat.rewrite.accounting import smallest_budget
 from sample_models.chain import chain
 
 
-def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 100, top: int = 8000) -> list[int]:
+def world(
+    monkeypatch, least: int, hint: float, bound: int = 900, books: int = 100, top: int = 8000, cut_short: bool = False
+) -> list[int]:
     """Every budget from `least` on is kept; a refusal names `hint` times that. The budgets that are asked for."""
     asked: list[int] = []
 
@@ -27,7 +29,12 @@ def world(monkeypatch, least: int, hint: float, bound: int = 900, books: int = 1
         if budget < least:
             raise BudgetInfeasibleError("too little", int(least * hint), bound)
         report = SimpleNamespace(
-            budget=budget, lower_bound=bound, extra_compute=0.25, covered=lambda: (top, budget - 3), books=lambda: books
+            budget=budget,
+            lower_bound=bound,
+            extra_compute=0.25,
+            covered=lambda: (top, budget - 3),
+            books=lambda: books,
+            cut_short=cut_short,
         )
         return SimpleNamespace(report=report)
 
@@ -51,6 +58,14 @@ def test_a_bound_that_is_reached_takes_one_try(monkeypatch):
     asked = world(monkeypatch, 500, 1.0)
     assert lowest.lowest_budget("model").budget == smallest_budget(900, 100)
     assert len(asked) == 2
+
+
+def test_a_search_cut_short_by_the_clock_says_so(monkeypatch):
+    world(monkeypatch, 500, 1.0)
+    assert "cut" not in lowest.lowest_budget("model").to_text()
+    world(monkeypatch, 500, 1.0, cut_short=True)
+    found = lowest.lowest_budget("model")
+    assert found.cut_short and "the time limit cut planning short" in found.to_text()
 
 
 def test_what_the_original_takes_is_not_impossible(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 
 from onnx_remat.app import cli, flags
 from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.findings import sweep as sweeping
 from onnx_remat.findings.lowest import lowest_budget
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
@@ -46,6 +47,15 @@ def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
 @pytest.mark.slow
 def test_several_processes_find_the_same_curve(curve):
     assert sweep(mlp(layers=6, batch=256, width=32), 5, jobs=2, effort=0.2, run_by="session") == curve
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_curve_cut_short_by_the_clock_says_so(monkeypatch, jobs):
+    answers = iter([(None, 0, False), (None, 0, True)] * 2)
+    monkeypatch.setattr(sweeping, "_try", lambda *_: next(answers))
+    monkeypatch.setattr(sweeping, "_tried_apart", lambda *_: (next(answers) for _ in range(2)))
+    found = sweep(chain(4, 16, 8), 2, jobs, effort=0.02, run_by="session")
+    assert found.cut_short and "the time limit cut planning short" in found.to_text()
 
 
 def test_front_and_knee_by_hand():
