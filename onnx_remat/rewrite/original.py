@@ -82,6 +82,10 @@ class Original:
         """Bytes that count against a budget: the covered memory, with the arena where the budget covers that."""
         return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level))
 
+    def peaks_by_level(self) -> dict[str, int]:
+        """Return the peak of a plain session's tensors, in bytes, at each level that budgets are for."""
+        return {level: each.timeline.peak for level, each in self.by_level.items()}
+
     def keeps(self, budget: int) -> bool:
         """Return whether the original itself is within a budget."""
         return self.taken <= budget

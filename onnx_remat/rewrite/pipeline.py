@@ -350,6 +350,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         cut_short=job.deadline.cut_short,
         loop_before=original.footprint,
         loop_after=fitted.footprint or footprint_of(final, written.model, options),
+        original_by_level=original.peaks_by_level(),
     )
 
 
@@ -365,7 +366,7 @@ def _unchanged(job: Job) -> Result:
     peak, nodes = describe(executed, executed.timeline), compiled.graph.n_nodes()
     with clock.stage("arena"):
         taken = reserves(executed, executed.timeline)
-    peaks = {level: each.timeline.peak for level, each in original.by_level.items()}
+    peaks = original.peaks_by_level()
     report = Report(
         selector=options.selector, budget=job.goal.allowed, before=peak, after=peak, peaks_by_level=peaks,
         lower_bound=memory.least, impossible_below=original.impossible_below(memory.least), extra_compute=0.0,
@@ -384,7 +385,7 @@ def _unchanged(job: Job) -> Result:
             *memory.notes(footprint, job.goal.allowed, peaks),
         ),
         warnings=warnings(compiled, compiled.graph.model),
-        run_by=memory.run_by, loop_before=footprint, loop_after=footprint,
+        run_by=memory.run_by, loop_before=footprint, loop_after=footprint, original_by_level=peaks,
     )  # fmt: skip
     return Result(
         _as_saved(compiled.graph.model, options), report, original.folder, original.data, compiled, executed, executed,

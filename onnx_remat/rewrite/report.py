@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from onnx_remat.measure.verify import Measured
@@ -121,6 +121,8 @@ class Report(Finding):
         moves: where they were allowed, `extra_compute_bound` is 0.
     loop_before, loop_after : Footprint or None
         Memory of training with `session.training.Loop`; None where it cannot open the step.
+    original_by_level : mapping
+        Simulated peak of the original per graph optimisation level, at the levels that a budget for a session is for.
     """
 
     schema: ClassVar[str] = "onnx-remat/report/1"
@@ -151,6 +153,7 @@ class Report(Finding):
     moved: Moved | None = None
     loop_before: Footprint | None = None
     loop_after: Footprint | None = None
+    original_by_level: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
@@ -158,10 +161,12 @@ class Report(Finding):
         return data | {name: stated(data[name]) for name in ("loop_before", "loop_after")}
 
     def covered(self) -> tuple[int, int]:
-        """Return the covered memory of the original and of the result, in bytes."""
+        """Return the covered memory of the original and of the result, in bytes; of sessions, at the worst level."""
         if loops := self.loops():
             return loops[0].total, loops[1].total
-        return self.before.total, self.after.total
+        before = self.original_by_level
+        after = {level: peak for level, peak in self.peaks_by_level.items() if level in before} or self.peaks_by_level
+        return max(before.values(), default=self.before.total), max(after.values())
 
     def loops(self) -> tuple[Footprint, Footprint] | None:
         """Return the memory of a loop before and after; None where the budget does not cover it."""
@@ -225,6 +230,9 @@ class Report(Finding):
     def _rows(self) -> list[tuple[str, str, str]]:
         wording = WORDING[self.run_by]
         session = self._sides(self.before, self.after, wording.head())
+        if self.run_by == "session" and self.covered() != (self.before.total, self.after.total):
+            before, after = map(format_bytes, self.covered())
+            session.append(("  peak at the worst level", before, after))
         session += self._sides(
             self.arena_before,
             self.arena_after,

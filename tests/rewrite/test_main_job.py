@@ -13,6 +13,7 @@ from onnx import helper
 import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.check import check
+from onnx_remat.findings.sweep import sweep
 from onnx_remat.measure import processes
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
@@ -153,6 +154,11 @@ def chain_with_a_fused_transpose() -> onnx.ModelProto:
     )
 
 
+def test_both_sides_of_a_curve_are_of_the_worst_level():
+    curve = sweep(equal_nodes(), 2, effort=0.02, run_by="session", verify="none")
+    assert curve.points[0].peak == curve.original_peak
+
+
 def test_a_file_says_what_it_takes_at_a_level_above_its_budget(tmp_path):
     """A transposed matrix has no buffer at the default level; the file and its report say that it is for that level."""
     model = chain_with_a_fused_transpose()
@@ -161,6 +167,9 @@ def test_a_file_says_what_it_takes_at_a_level_above_its_budget(tmp_path):
     assert result.report.extra_compute < 0.8 * every.extra_compute
     assert max(every.peaks_by_level.values()) <= every.budget
     peaks, budget = result.report.peaks_by_level, result.report.budget
+    for report, before in ((every, max(every.original_by_level.values())), (result.report, result.report.before.total)):
+        after = max(report.peaks_by_level[level] for level in report.original_by_level)
+        assert report.covered() == (before, after) and before == max(report.original_by_level.values())
     assert peaks["all"] <= budget < peaks["disable"]
     (note,) = (note for note in result.report.notes if "default level" in note)
     assert format_bytes(peaks["disable"]) in note and "level='every'" in note

@@ -46,7 +46,7 @@ def write(result: Result, path: Path) -> None:
 
     report = result.report
     loops = report.loops()
-    before, after = report.covered()
+    before, after = report.covered() if loops else (report.before.total, report.after.total)  # as drawn
     figure = Figure(figsize=(10, 7.6), dpi=100)
     grid = figure.add_gridspec(2, 1, left=0.075, right=0.635, top=0.875, bottom=0.075, hspace=0.26)
     top = 1.06 * max(report.budget, before, after)
