@@ -33,6 +33,9 @@ UNSEEN = TAG + "unseen"
 DIMS_KEY = TAG + "dims"
 """Model metadata: the sizes of symbolic dimensions that a rewrite was planned for, as JSON."""
 
+RUN_BY_KEY = TAG + "run_by"
+"""Model metadata: what the file was planned to be run by, see `Options.run_by`."""
+
 SHAPES_KEY = TAG + "shapes"
 """Model metadata: shapes that a rewrite hides on purpose, as JSON: value -> data type and dimensions."""
 

@@ -7,6 +7,7 @@ no output renews.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
+from onnx_remat.ir.shapes import RUN_BY_KEY
 from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
 from onnx_remat.session.interface import DTYPES, Arrays, check_mapping, check_state
@@ -90,6 +92,12 @@ class Loop:
         if hasattr(model, "io_binding"):
             if not copy:
                 raise UsageError("copy=False needs an onnx_remat.Session: pass the model's path")
+            if _is_planned_for_loop(model):
+                warnings.warn(
+                    "the file is planned for onnx_remat.Session: in onnxruntime's own session training takes more than "
+                    "its budget; pass the model's path, or an onnx_remat.Session, to keep it",
+                    stacklevel=2,
+                )
             self._runner: FeedbackRunner | InPlaceRunner | DeviceRunner = FeedbackRunner(
                 model, state, loss, rate, device
             )
@@ -223,6 +231,11 @@ class Loop:
 def _own(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array that nobody else has: this one, if it was made to read a device, and else a copy."""
     return array if array.flags.owndata else array.copy()
+
+
+def _is_planned_for_loop(session: Any) -> bool:
+    """Return whether the file that onnxruntime's own session runs has a budget for a loop's slab."""
+    return bool(session.get_modelmeta().custom_metadata_map.get(RUN_BY_KEY) == "loop")
 
 
 def initial_state(session: Any, dims: Mapping[str, int], path: str | os.PathLike[str] = "") -> Arrays:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ir.shapes import DIMS_KEY, TAG
+from onnx_remat.ir.shapes import DIMS_KEY, RUN_BY_KEY, TAG
 from onnx_remat.memory.problem import Ints, Schedule
 from onnx_remat.ort.kernels.registry import PROVIDERS
 from onnx_remat.units import Budget, check_dims, parse_budget
@@ -19,7 +19,7 @@ from onnx_remat.write.private_buffers import Unrolled
 RECOMPUTE_KEY = TAG + "recompute_of"
 CONTROL_KEY = TAG + "control_edge"
 BUDGET_KEY, PEAK_KEY = TAG + "budget_bytes", TAG + "original_peak_bytes"
-RUN_BY_KEY, PROVIDER_KEY, LEVEL_KEY = TAG + "run_by", TAG + "provider", TAG + "level"
+PROVIDER_KEY, LEVEL_KEY = TAG + "provider", TAG + "level"
 WORKSPACE_KEY, FUSE_KEY, ARENA_KEY = TAG + "cudnn_workspace_bytes", TAG + "fuse", TAG + "arena"
 CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
 """Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""

@@ -12,6 +12,7 @@ import pytest
 from onnx import helper
 
 from onnx_remat import ModelError, UsageError, rewrite_model
+from onnx_remat.ir.shapes import RUN_BY_KEY
 from onnx_remat.session import state_file
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop, initial_state
@@ -86,6 +87,18 @@ def test_what_is_unsafe_is_copied_and_named():
     assert [loop.step(batch) for batch in batches] == pytest.approx([plain.step(batch) for batch in batches])
     for name, array in plain.state().items():
         np.testing.assert_allclose(loop.state()[name], array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("run_by", "warned"), [("loop", 1), ("session", 0), (None, 0)])
+def test_a_file_planned_for_a_loop_warns_in_a_plain_session(recwarn, run_by, warned):
+    """It has no slab there, and no output is written over its input: training took twice the budget, silently."""
+    model = mlp(layers=2, batch=64, width=64)
+    if run_by:
+        model.metadata_props.add(key=RUN_BY_KEY, value=run_by)
+    Loop(plain_session(model), feeds_for(model))
+    found = [str(each.message) for each in recwarn if each.category is UserWarning]
+    assert len(found) == warned
+    assert all("pass the model's path, or an onnx_remat.Session" in text for text in found)
 
 
 @pytest.fixture(scope="module")
