@@ -77,7 +77,7 @@ def of(framework: str, own: int) -> Iterator[None]:
         if own:
             text = Message("{}'s own step takes {}: {}", framework, format_bytes(own), text)
             if int(str(error.settings.get("budget", 0))) > own:
-                text = Message("{}; that is more than {}'s own: train this step there", text, framework)
+                text = Message("{}; that is more than {}'s own", text, framework)
         raise BudgetInfeasibleError(text, error.best_peak_bytes, error.lower_bound_bytes) from None
 
 

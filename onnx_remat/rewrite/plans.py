@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_remat.errors import BudgetInfeasibleError
@@ -25,6 +25,7 @@ SEARCHES = ("search", "auto", "exact")
 
 REFUSAL_HEADROOM = 1.02  # headroom on the advised budget: another search may not find the same plan
 _ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
+_LOOK_EFFORT = 1.0  # most effort of a first look; the plans that a search starts from may all be above the original
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,21 @@ def lowest_peak(plan: Plan, memory: Accounting) -> int:
 
 
 def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
-    """Return the lowest plan that the selector finds with the least effort: the same for every budget."""
-    return _selected(goal, 0, options, deadline, work=1, use_time=False)
+    """Return the lowest plan of a few short searches: the same for every budget, unless the deadline ends them.
+
+    The plan of the lowest peak may recompute so many nodes that their bookkeeping takes more than is saved. Where it
+    takes more than half-way between the lower bound and the original, that peak is searched for, too.
+    """
+    memory, short = goal.memory, replace(options, effort=min(_LOOK_EFFORT, options.work_seconds()))
+    middle = memory.target((memory.budget_for(memory.floor) + memory.original_bytes) // 2)
+    found: list[Plan] = []
+    for target, less in ((0, {"work": 1}), (0, {}), (middle, {})):
+        known = tuple(plan.schedule for plan in found)
+        found.append(_selected(goal, target, short, deadline, use_time=False, known=known, **less))
+        lowest = min(found, key=lambda plan: lowest_peak(plan, memory))
+        if lowest_peak(lowest, memory) <= middle:
+            break
+    return lowest
 
 
 def as_it_is(goal: Goal) -> Plan:
@@ -137,7 +151,7 @@ class Refusal(BudgetInfeasibleError):
         A budget in bytes for which the first look finds a plan, or a file once one was written; 0 where it finds none
         below the original's memory.
     finds : str
-        The end of the first part: the lowest that was found. It is left out where the first look's file takes less.
+        The end of the first part: the lowest that was found. It is left out where the first look's file is advised.
     """
 
     def __init__(
@@ -151,7 +165,8 @@ class Refusal(BudgetInfeasibleError):
 
     def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
         """Return the same error advising `budget`; 0 for no budget but `taken`, the original's memory."""
-        return BudgetInfeasibleError(self._text(budget, taken), self.best_peak_bytes, self.lower_bound_bytes)
+        best = min(found for found in (self.best_peak_bytes, budget, self.looked) if found)
+        return BudgetInfeasibleError(self._text(budget, taken), best, self.lower_bound_bytes)
 
     def _text(self, budget: int, taken: int = 0) -> Message:
         if budget:
@@ -163,13 +178,12 @@ class Refusal(BudgetInfeasibleError):
             advice = Message("try {}", self.lower)
         else:
             advice = Message("a first look finds none that takes less than the model as it is")
-            if taken and self.lower_bound_bytes < taken:
+            if taken and self.lower_bound_bytes * (1 + MARGIN) < taken:
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
                 asked = Setting("budget", as_budget(taken))
                 advice = Message("{}: try {} ({}), which it takes", advice, asked, format_bytes(taken))
-        less = 0 < self.looked < self.best_peak_bytes
-        why = self.why if less else Message("{}{}", self.why, self.finds)
+        why = self.why if 0 < budget == self.looked else Message("{}{}", self.why, self.finds)
         return joined("; ", filter(None, (why, advice, self.below)))
 
 

@@ -323,7 +323,7 @@ def test_what_runs_the_step_of_budgeted_is_no_option(planning):
 
 def test_a_refusal_names_arguments_of_budgeted_and_when_a_budget_does_not_pay():
     advice = Message("no plan; {}", Message("try {}, or {}", Setting("budget", 20_000_000), Setting("effort", 60)))
-    for own, said in ((30_000_000, ""), (18_000_000, "; that is more than PyTorch's own: train this step there")):
+    for own, said in ((30_000_000, ""), (18_000_000, "; that is more than PyTorch's own")):
         with pytest.raises(BudgetInfeasibleError) as refused, shares.of("PyTorch", own):
             raise BudgetInfeasibleError(advice, 1, 2)
         text = (

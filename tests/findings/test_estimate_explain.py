@@ -101,6 +101,24 @@ def test_the_lowest_budgets_hold(step):
         onnx_remat.plan_model(step, found.impossible_below - 3, effort=1.0)
 
 
+def test_a_first_look_searches_where_the_plans_that_it_starts_from_take_more_than_the_original():
+    """Recompute of a GELU's parts is free in a kernel, and each node has its bookkeeping: "none below the original"."""
+    torch = pytest.importorskip("torch")
+    from onnx_remat.converters.pytorch import export_training_step
+
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())]
+    model, batch = torch.nn.Sequential(*layers), (torch.randn(1024, 128), torch.randn(1024, 128))
+    updated = torch.optim.AdamW(model.parameters())
+    step = export_training_step(model, batch, torch.nn.functional.mse_loss, updated, check=False)
+    found = estimate(step)
+    assert found.first_look < 0.8 * found.covered
+    with pytest.raises(BudgetInfeasibleError) as refusal:
+        onnx_remat.rewrite_model(step, found.impossible_below // 2, effort=0.5)
+    advised = refusal.value.settings["budget"]
+    assert refusal.value.best_peak_bytes <= advised < 0.8 * found.covered
+    assert onnx_remat.rewrite_model(step, advised, effort=0.5, verify="none").report.covered()[1] <= advised
+
+
 def test_what_a_budget_covers_is_what_is_estimated(step):
     found = estimate(step, run_by="session")
     assert (found.run_by, found.covered) == ("session", found.peak.total)
