@@ -36,6 +36,8 @@ CUT_SHORT = Message(
     "note: the time limit cut planning short: another run may plan otherwise; {} repeats", Setting("effort", Word("N"))
 )
 
+_SHOWN = 5e-4  # smallest fraction that a verdict states
+
 Row = TypeVar("Row")
 
 
@@ -189,8 +191,7 @@ class Report(Finding):
 
     def verdict(self) -> str:
         """Return one line: the memory reached and its cost."""
-        gap = max(0.0, self.extra_compute - self.extra_compute_in_kernels - self.extra_compute_bound)
-        room = f"at most {100 * gap:.1f} points above any possible plan" if gap >= 5e-4 else "the least possible"
+        room = self._room()
         if self.moved:
             room = f"+{self.moved.share:.1%} of it to move {format_bytes(self.moved.nbytes)} to the host and back"
         before, after = self.covered()
@@ -200,11 +201,20 @@ class Report(Finding):
         unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
         time = (self.extra_time() if self.run_by == "loop" else None) or 0.0
-        slower = f" ({time:+.1%} predicted step time)" if abs(time) >= 5e-4 else ""
+        slower = f" ({time:+.1%} predicted step time)" if abs(time) >= _SHOWN else ""
         return (
             f"{covered} {format_bytes(before)} -> {format_bytes(after)} ({change}), "
             f"budget {format_bytes(self.budget)} {kept}, +{self.extra_compute:.1%} compute{slower}, {room}"
         )
+
+    def _room(self) -> str:
+        """Return how far the extra compute may be above that of any plan; no bound knows the part in kernels."""
+        gap = max(0.0, self.extra_compute - self.extra_compute_in_kernels - self.extra_compute_bound)
+        if gap >= _SHOWN:
+            return f"at most {100 * gap:.1f} points above any possible plan"
+        if self.extra_compute - self.extra_compute_bound < _SHOWN:
+            return "the least possible"
+        return "above any possible plan only by what kernels can recompute"
 
     def lines(self) -> list[str]:
         """Return the verdict and the table before and after."""

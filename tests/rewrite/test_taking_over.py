@@ -94,6 +94,16 @@ def test_a_plain_session_has_no_kernels_that_compute_again():
     assert "points above any possible plan" in report.verdict()
 
 
+def test_the_least_possible_is_said_only_of_what_the_bound_proves():
+    """Kernels can compute all that this plan recomputes: another plan may recompute less."""
+    report = rewrite_model(sample.chain(16, 4096, 64), "60%", effort=0.05, verify="none").report
+    assert report.extra_compute == pytest.approx(report.extra_compute_in_kernels) and report.extra_compute > 0
+    assert report.extra_compute_bound == 0
+    assert report.verdict().endswith(", above any possible plan only by what kernels can recompute")
+    none = rewrite_model(sample.chain(16, 4096, 64), "100%", effort=0.05, verify="none").report
+    assert none.verdict().endswith(", the least possible")
+
+
 def test_what_kernels_compute_again_is_no_distance_from_the_best_plan():
     """The bound takes it as free, as a kernel may compute it without any plan."""
     report = rewrite_model(SAMPLES / "attention_stack.onnx", "60%", effort=1.0).report
