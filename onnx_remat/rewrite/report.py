@@ -256,7 +256,7 @@ class Report(Finding):
             ("extra compute", "", f"+{self.extra_compute:.2%}"),
             *([("  that kernels can compute", "", f"+{free:.2%}")] if (free := self.extra_compute_in_kernels) else []),
             ("  of any plan, at least", "", f"+{self.extra_compute_bound:.2%}"),
-            *([("  of a step by Loop", "", f"{extra:+.2%}")] if (extra := self.extra_time()) is not None else []),
+            *([("predicted step time", "", f"{extra:+.2%}")] if (extra := self.extra_time()) is not None else []),
             ("nodes", str(self.nodes_before), str(self.nodes_after)),
             ("  recomputed", "", str(self.recomputed)),
             *self._move_rows(),
