@@ -6,11 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from onnx_remat.errors import UsageError
+
 from .budgeted import budgeted
 from .budgeted_step import Budgeted, StepLoss
 
 if TYPE_CHECKING:
     import torch
+
+    from onnx_remat.rewrite.report import Report
 
     from . import optimizer_facts
     from .step import Loss
@@ -40,6 +44,31 @@ class AutoCheckpoint:
         if self.step is None:
             self.step = self._make(batch)
         return self.step(batch)
+
+    def _made(self) -> Budgeted:
+        if self.step is None:
+            raise UsageError("the first batch makes the step: train on one first")
+        return self.step
+
+    @property
+    def summary(self) -> str:
+        """Return `Budgeted.summary`; as the properties below, UsageError before the first batch."""
+        return self._made().summary
+
+    @property
+    def outputs(self) -> dict[str, torch.Tensor]:
+        """Return `Budgeted.outputs`."""
+        return self._made().outputs
+
+    @property
+    def extra(self) -> dict[str, torch.Tensor]:
+        """Return `Budgeted.extra`."""
+        return self._made().extra
+
+    @property
+    def report(self) -> Report | None:
+        """Return `Budgeted.report`."""
+        return self._made().report
 
     def close(self) -> None:
         """Free all memory except that of the module and the optimizer."""

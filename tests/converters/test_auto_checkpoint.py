@@ -34,11 +34,15 @@ def test_the_first_batch_makes_the_step_which_keeps_the_budget_and_trains_as_pyt
         loss.backward()
         other.step()
         losses.append(loss.item())
-    options = {"memory_budget": "80% of the step", "check": False, "planning": {"effort": 0.5}}
+    options = {"memory_budget": "80% of the step", "outputs": ["output"], "check": False, "planning": {"effort": 0.5}}
     with auto_checkpoint(model, torch.nn.functional.cross_entropy, optimizer, **options) as step:
         assert step.step is None
+        for name in ("summary", "outputs", "extra", "report"):
+            with pytest.raises(UsageError, match="the first batch makes the step: train on one first"):
+                getattr(step, name)
         assert [step(batch) for batch in batches] == pytest.approx(losses, rel=1e-5)
-        assert " kept" in step.step.summary
+        assert " kept" in step.summary and step.report.extra_compute >= 0
+        assert step.outputs["output"].shape == (4096, 10) and list(step.extra) == ["learning_rate"]
 
 
 def test_a_step_that_cannot_be_made_leaves_the_next_call_to_try_again():
