@@ -38,7 +38,7 @@ from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
-from onnx_remat.units import Budget, parse_budget
+from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.decided import Rewritten
 
 
@@ -191,12 +191,13 @@ def rewrite_for(
 
 def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: FirstUse, advise: bool) -> Result:
     rival: Fitted | None = None
-    if budget.slower is not None:
+    slower = budget.slower
+    if slower is not None:
         began = time.monotonic()
-        found = least_budget(original, budget.slower, deadline, lambda job: _tried(job, warmup))
+        found = least_budget(original, slower, deadline, lambda job: _tried(job, warmup))
         budget, rival = Budget(bytes=found.nbytes), found.made and for_budget(found.made, found.nbytes)
         original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
-    return _rewrite(original.job(budget, deadline), warmup, advise, rival)
+    return _rewrite(original.job(budget, deadline), warmup, advise, rival, slower)
 
 
 def _work(job: Job) -> Work:
@@ -215,11 +216,14 @@ def _tried(job: Job, warmup: FirstUse) -> Trial:
     return Trial(nbytes, made.plan.extra_compute if slower is None else slower, made)
 
 
-def _rewrite(job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = None) -> Result:
+def _rewrite(
+    job: Job, warmup: FirstUse, advise: bool, rival: Fitted | None = None, slower: float | None = None
+) -> Result:
+    """Rewrite for a budget; `slower` as in `Budget`, where that was searched for, and a `rival` was found or not."""
     original, memory = job.original, job.goal.memory
     options = original.options
     if original.keeps(job.goal.allowed):
-        return _unchanged(job)
+        return _unchanged(job, _why_kept(original, slower))
     job.wait_for(warmup, PLANNER + REPORTER if options.arena else PLANNER)
     work = _work(job)
 
@@ -359,8 +363,18 @@ def _as_saved(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
     return model if options.patterns else into_body(model)
 
 
-def _unchanged(job: Job) -> Result:
-    """Return the original as the result: it keeps the budget."""
+def _why_kept(original: Original, slower: float | None) -> str:
+    """Return why the original is the result: it keeps the budget, or no smaller one was found."""
+    if slower is None:
+        return "the original keeps this budget already"
+    if format_bytes(original.impossible_below(original.memory.least)) == format_bytes(original.taken):
+        return "no smaller budget is possible"
+    price = "time" if original.memory.run_by == "loop" else "compute"
+    return f"no smaller budget was found that costs at most {100 * slower:g}% more {price}"
+
+
+def _unchanged(job: Job, why: str) -> Result:
+    """Return the original as the result, and why."""
     original, memory, clock = job.original, job.goal.memory, job.clock
     options, compiled, executed, footprint = original.options, memory.compiled, original.executed, original.footprint
     peak, nodes = describe(executed, executed.timeline), compiled.graph.n_nodes()
@@ -374,7 +388,7 @@ def _unchanged(job: Job) -> Result:
         recomputed=0, control_edges=0, private_values=0, nodes_before=nodes, nodes_after=nodes,
         seconds=clock.seconds, arena_before=taken, arena_after=taken,
         notes=(
-            "the original keeps this budget already: OUT is the original, "
+            f"{why}: OUT is the original, "
             + (
                 "in the body of an If" if not options.patterns
                 else "with outputs renamed" if options.state_outputs

@@ -108,6 +108,15 @@ def test_a_plain_session_takes_at_most_so_much_more_compute():
     assert 0 < report.extra_compute <= 0.03
 
 
+def test_a_search_that_finds_nothing_says_so_of_no_budget_that_somebody_gave():
+    pytest.importorskip("onnxruntime")
+    for layers, batch, said in ((1, 2, "no smaller budget is possible"), (4, 256, "no smaller budget was found that")):
+        model = mlp(layers=layers, batch=batch, width=64)
+        note = rewrite_model(model, "+0.0001%", effort=0.05, verify="none").report.notes[0]
+        assert note.startswith(said) and note.endswith("OUT is the original, unchanged")
+    assert "costs at most 0.0001% more time" in note
+
+
 def test_the_file_says_the_budget_that_the_report_says():
     """Here the file of a trial is the answer, for whose budget it was not planned."""
     pytest.importorskip("onnxruntime")
