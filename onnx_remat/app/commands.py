@@ -98,7 +98,7 @@ def sweep(arguments: Sequence[str]) -> int:
         description="Rewrite IN for a range of budgets and show peak memory against extra compute.",
     )
     parser.add_argument("input", metavar="IN", help="training graph")
-    parser.add_argument("--points", type=int, metavar="N", help="budgets to try (default 10)")
+    parser.add_argument("--points", type=int, metavar="N", help="budgets to try below the original (default 10)")
     parser.add_argument("--jobs", type=int, metavar="N", help="processes that plan in parallel (default 1)")
     parser.add_argument(
         "--lowest", action="store_true",

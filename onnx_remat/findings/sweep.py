@@ -31,12 +31,16 @@ MOST_POINTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One rewritten model: its budget and its memory (bytes), its extra compute (a fraction) and recomputed nodes."""
+    """One rewritten model: its budget and its memory (bytes), its extra compute (a fraction) and recomputed nodes.
+
+    `extra_time` is the predicted time of a step by a loop over that of the original, less 1; None where not known.
+    """
 
     budget: int
     peak: int
     extra_compute: float
     recomputed: int
+    extra_time: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Curve(Finding):
         Budgets, in bytes, for which no file was found.
     cut_short : bool
         Whether the clock cut the planning of a file short (`Options.time_limit`): another run may find another curve.
+    impossible_below : int
+        No budget below this many bytes can be kept: the lower bound with the margin that plans keep free.
     """
 
     schema: ClassVar[str] = "onnx-remat/sweep/1"
@@ -66,18 +72,22 @@ class Curve(Finding):
     knee: int
     missed: tuple[int, ...] = ()
     cut_short: bool = False
+    impossible_below: int = 0
 
     def lines(self) -> list[str]:
         """Return the curve as a table with the knee marked."""
         top = self.original_peak or 1
         rows = [
-            (format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}", str(p.recomputed))
+            (
+                format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}",
+                "" if p.extra_time is None else f"{p.extra_time:+.2%}", str(p.recomputed),
+            )
             for p in self.points
-        ]
-        lines = table([("peak", "of original", "extra compute", "recomputed"), *rows])
+        ]  # fmt: skip
+        lines = table([("memory", "of original", "extra compute", "predicted step time", "recomputed"), *rows])
         if self.points:
             lines[1 + self.knee] += "  <- knee"
-        lines.append(f"no schedule peaks below {format_bytes(self.lower_bound)}")
+        lines.append(f"impossible: any budget below {format_bytes(self.impossible_below)}")
         if self.missed:
             lines.append("no file was found for " + ", ".join(map(format_bytes, self.missed)))
         if self.cut_short:
@@ -147,7 +157,8 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
             floor = max(floor, bound + books)
             found.append(point)
     front = _front(found)
-    return Curve(top, floor, front, _knee(front), tuple(missed), cut_short)
+    impossible = min(smallest_budget(floor - books, books), top)
+    return Curve(top, floor, front, _knee(front), tuple(missed), cut_short, impossible)
 
 
 _Tried = tuple[Point | None, int, bool]
@@ -220,7 +231,7 @@ def _lowest(original: Original, least: int, progress: Progress) -> int:
 
 def _point(result: Result) -> Point:
     report = result.report
-    return Point(report.budget, report.covered()[1], report.extra_compute, report.recomputed)
+    return Point(report.budget, report.covered()[1], report.extra_compute, report.recomputed, report.extra_time())
 
 
 def _front(found: Sequence[Point]) -> tuple[Point, ...]:

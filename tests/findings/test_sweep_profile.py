@@ -12,6 +12,7 @@ import pytest
 
 from onnx_remat.app import cli, flags
 from onnx_remat.errors import OnnxRematError, UsageError
+from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings import sweep as sweeping
 from onnx_remat.findings.lowest import lowest_budget
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
@@ -26,6 +27,7 @@ from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.selectors import silent
 from onnx_remat.process import child
 from onnx_remat.rewrite.original import Original
+from onnx_remat.units import format_bytes
 from sample_models.chain import chain
 from tests.support.graphs import mlp
 
@@ -42,6 +44,15 @@ def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
     assert all(p.peak <= p.budget <= curve.original_peak for p in curve.points)
     assert peaks[-1] >= curve.lower_bound
     assert curve.to_text().splitlines()[1 + curve.knee].endswith("knee")
+
+
+def test_a_curve_states_memory_and_predicted_time_and_the_bound_of_an_estimate(curve):
+    head, first, *others = curve.to_text().splitlines()
+    assert head.split("  ")[0].strip() == "memory" and "predicted step time" in head
+    assert curve.points[0].extra_time == pytest.approx(0, abs=1e-4) and "+0.00%" in first
+    bound = estimate(mlp(layers=6, batch=256, width=32), run_by="session").impossible_below
+    assert curve.impossible_below == bound
+    assert f"impossible: any budget below {format_bytes(bound)}" in others
 
 
 @pytest.mark.slow
