@@ -16,6 +16,7 @@ from onnx_remat.ort.executed import whom_to_ask
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
+from onnx_remat.write.decided import BUDGET_KEY
 
 MOVES = (
     "values are moved when they are due by onnx_remat.Session and training.Loop alone; in onnxruntime's own session "
@@ -102,6 +103,13 @@ def other_levels(peaks: Mapping[str, int], budget: int, level: str) -> tuple[str
     if level != "every" or peaks[worst] <= peaks.get("all", peaks[worst]) * _NOTED_LEVEL_RATIO:
         return ()
     return (f"the budget holds at every level: {takes}, since ONNX Runtime merges or fuses less there",)
+
+
+def rewritten_before(source: onnx.ModelProto) -> tuple[str, ...]:
+    """Return a note on a model that is the result of another rewrite."""
+    if not any(prop.key == BUDGET_KEY for prop in source.metadata_props):
+        return ()
+    return ("IN was rewritten before: percentages and extra compute refer to it; start from the original",)
 
 
 def rounding(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget
 from onnx_remat.rewrite.least import Trial, least_budget
-from onnx_remat.rewrite.notes import MOVES, on_device, rounding, unseen, warnings
+from onnx_remat.rewrite.notes import MOVES, on_device, rewritten_before, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
@@ -342,6 +342,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         arena_after=arenas[1],
         measured=measured,
         notes=(
+            *rewritten_before(compiled.graph.model),
             *unseen(before.emulated or final.emulated, compiled.graph.model),
             *rounding(written.rounded),
             *phases.note(compiled.problem.phase.tolist()),
@@ -394,6 +395,7 @@ def _unchanged(job: Job, why: str) -> Result:
                 else "with outputs renamed" if options.state_outputs
                 else "with functions written out" if original.expanded else "unchanged"
             ),
+            *rewritten_before(compiled.graph.model),
             *phases.note(compiled.problem.phase.tolist()),
             *on_device(compiled),
             *memory.notes(footprint, job.goal.allowed, peaks),
