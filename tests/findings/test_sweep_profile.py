@@ -12,8 +12,8 @@ import pytest
 
 from onnx_remat.app import cli, flags
 from onnx_remat.errors import OnnxRematError, UsageError
-from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings import sweep as sweeping
+from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.lowest import lowest_budget
 from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
 from onnx_remat.ir import model_io
