@@ -70,7 +70,7 @@ class Original:
 
     def job(self, budget: Budget, deadline: Deadline) -> Job:
         """Return the job of keeping a budget until a deadline."""
-        goal = Goal(budget.resolve(self.memory.original_bytes), self.memory)
+        goal = Goal(budget.resolve(self.taken), self.memory)
         return Job(self, goal, Stopwatch(self.options.progress, self.seconds), deadline)
 
     def impossible_below(self, floor: int) -> int:

@@ -29,7 +29,7 @@ from onnx_remat.plan import selectors
 from onnx_remat.plan.cost_bounds import cost_lower_bound
 from onnx_remat.plan.request import Deadline
 from onnx_remat.process import worker
-from onnx_remat.rewrite.accounting import Goal, LoopMemory
+from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget
 from onnx_remat.rewrite.least import Trial, least_budget
@@ -38,6 +38,7 @@ from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
+from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.decided import Rewritten
 
@@ -318,6 +319,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         in_kernels = free / (total or 1.0)
         if at_least > plan.extra_compute - in_kernels + _ROUNDING:  # the file has fewer values than the bound counts
             at_least = 0.0
+    footprint = fitted.footprint or footprint_of(final, written.model, options)
     with job.clock.stage("arena"):
         arenas = reserves(before, before.timeline), reserves(final, after)
     return Report(
@@ -354,9 +356,18 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         run_by=memory.run_by,
         cut_short=job.deadline.cut_short,
         loop_before=original.footprint,
-        loop_after=fitted.footprint or footprint_of(final, written.model, options),
-        original_by_level=original.peaks_by_level(),
+        loop_after=footprint,
+        covered_before=original.taken,
+        covered_after=_covered(memory, executed, footprint),
     )
+
+
+def _covered(memory: Accounting, executed: Mapping[str, Executed], footprint: Footprint | None) -> int:
+    """Return the bytes of a file that count against a budget, without headroom."""
+    if memory.run_by == "loop" and footprint is not None:
+        return footprint.total
+    by_level = {level: each for level, each in executed.items() if level in memory.levels()} or executed
+    return max(memory.arena_bytes(by_level), *(each.timeline.peak for each in by_level.values()))
 
 
 def _as_saved(model: onnx.ModelProto, options: Options) -> onnx.ModelProto:
@@ -401,7 +412,8 @@ def _unchanged(job: Job, why: str) -> Result:
             *memory.notes(footprint, job.goal.allowed, peaks),
         ),
         warnings=warnings(compiled, compiled.graph.model),
-        run_by=memory.run_by, loop_before=footprint, loop_after=footprint, original_by_level=peaks,
+        run_by=memory.run_by, loop_before=footprint, loop_after=footprint,
+        covered_before=original.taken, covered_after=original.taken,
     )  # fmt: skip
     return Result(
         _as_saved(compiled.graph.model, options), report, original.folder, original.data, compiled, executed, executed,

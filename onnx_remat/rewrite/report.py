@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from onnx_remat.measure.verify import Measured
@@ -123,8 +123,9 @@ class Report(Finding):
         moves: where they were allowed, `extra_compute_bound` is 0.
     loop_before, loop_after : Footprint or None
         Memory of training with `session.training.Loop`; None where it cannot open the step.
-    original_by_level : mapping
-        Simulated peak of the original per graph optimisation level, at the levels that a budget for a session is for.
+    covered_before, covered_after : int
+        Bytes that count against the budget: training by `Loop`; or a session's peak, the worst of the levels that the
+        budget is for, with the arena where the budget covers that.
     """
 
     schema: ClassVar[str] = "onnx-remat/report/1"
@@ -155,7 +156,8 @@ class Report(Finding):
     moved: Moved | None = None
     loop_before: Footprint | None = None
     loop_after: Footprint | None = None
-    original_by_level: Mapping[str, int] = field(default_factory=dict)
+    covered_before: int = 0
+    covered_after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
@@ -163,12 +165,8 @@ class Report(Finding):
         return data | {name: stated(data[name]) for name in ("loop_before", "loop_after")}
 
     def covered(self) -> tuple[int, int]:
-        """Return the covered memory of the original and of the result, in bytes; of sessions, at the worst level."""
-        if loops := self.loops():
-            return loops[0].total, loops[1].total
-        before = self.original_by_level
-        after = {level: peak for level, peak in self.peaks_by_level.items() if level in before} or self.peaks_by_level
-        return max(before.values(), default=self.before.total), max(after.values())
+        """Return the covered memory of the original and of the result, in bytes."""
+        return self.covered_before, self.covered_after
 
     def loops(self) -> tuple[Footprint, Footprint] | None:
         """Return the memory of a loop before and after; None where the budget does not cover it."""
@@ -242,7 +240,7 @@ class Report(Finding):
         session = self._sides(self.before, self.after, wording.head())
         if self.run_by == "session" and self.covered() != (self.before.total, self.after.total):
             before, after = map(format_bytes, self.covered())
-            session.append(("  peak at the worst level", before, after))
+            session.append(("  that the budget covers", before, after))
         session += self._sides(
             self.arena_before,
             self.arena_after,

@@ -177,6 +177,9 @@ def test_a_budget_that_covers_the_arena_is_compared_with_the_arena(small, tmp_pa
     result.save(path)
     found = check(path, run=False)
     assert found.kept and found.budget >= found.reserved >= result.report.arena_after.held
+    before, after = result.report.covered()
+    assert after == found.reserved and before > result.report.before.total
+    assert result.report.budget == pytest.approx(0.75 * before, rel=1e-6)  # a percentage is of what is covered
     assert "with ONNX Runtime's arena it takes" in found.to_text()
     less = dataclasses.replace(found, budget=found.reserved - 1)
     assert less.lost and not less.kept and max(less.peaks_by_level.values()) <= less.budget
