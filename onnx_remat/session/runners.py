@@ -110,6 +110,10 @@ class InPlaceRunner:
                 np.subtract(self._arrays[name], gradient, out=self._arrays[name])
         return loss
 
+    def names(self) -> Collection[str]:
+        """Return the inputs that have a value."""
+        return self._arrays.keys()
+
     def kinds(self) -> Kinds:
         return kinds_of(self._arrays)
 
@@ -177,10 +181,14 @@ class DeviceRunner:
             self._device.feed({name: new}, where_they_lie=True)
         return self._formal.number(made[self._loss])
 
-    def kinds(self) -> Kinds:
+    def names(self) -> Collection[str]:
+        """Return the inputs that have a value."""
         self._check_use()
+        return self._device.fed
+
+    def kinds(self) -> Kinds:
         formals = {array.name: array for array in self._session.inputs}
-        return {name: (formals[name].dtype_name, formals[name].shape) for name in self._device.fed}
+        return {name: (formals[name].dtype_name, formals[name].shape) for name in self.names()}
 
     def array(self, name: str) -> npt.NDArray[Any]:
         return self._device.read(name)
@@ -295,6 +303,10 @@ class FeedbackRunner:
             self._descend(name, self._values[total])
         self._binding.clear_binding_outputs()  # only now: up to 1.28 the values lie in the binding's own list
         return loss
+
+    def names(self) -> Collection[str]:
+        """Return the inputs that have a value."""
+        return self._values.keys()
 
     def kinds(self) -> Kinds:
         return {name: (self.formals[name].dtype, tuple(value.shape())) for name, value in self._values.items()}

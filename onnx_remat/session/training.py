@@ -149,7 +149,7 @@ class Loop:
         """Return copies of the current values of all inputs; UsageError if an earlier step failed."""
         self._check_whole()
         heap.trim_soon()
-        return {name: _own(self._runner.array(name)) for name in self._runner.kinds()}
+        return {name: _own(self._runner.array(name)) for name in self._runner.names()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only view of an input's current value, to read between steps.
@@ -157,9 +157,9 @@ class Loop:
         With a model or a `Session`, later steps update the same array. UsageError if an earlier step failed.
         """
         self._check_whole()
-        kinds = self._runner.kinds()
-        if name not in kinds:
-            raise UsageError(f"the model has no input {name!r}: it has {', '.join(kinds)}")
+        names = self._runner.names()
+        if name not in names:
+            raise UsageError(f"the model has no input {name!r}: it has {', '.join(names)}")
         view = self._runner.array(name)
         view.flags.writeable = False
         return view
@@ -169,10 +169,10 @@ class Loop:
 
         On a device, where a session runs the steps, values may lie there, see `Session`.
         """
-        kinds = self._runner.kinds()
+        names = self._runner.names()
         check_state(self._runner.formals, state, self._runner.on_device)
-        by_default = [name for name in kinds if name not in state and name in self._runner.optional]
-        if missing := [name for name in kinds if name not in state and name not in by_default]:
+        by_default = [name for name in names if name not in state and name in self._runner.optional]
+        if missing := [name for name in names if name not in state and name not in by_default]:
             raise UsageError(f"no value for input {missing[0]!r}")
         self._failed = "interrupted"
         self._runner.forget(by_default)

@@ -128,6 +128,14 @@ def test_a_view_is_live_and_cannot_be_written(model, session):
         loop.view("v")
 
 
+def test_a_look_at_state_does_not_describe_every_input(model, either, monkeypatch):
+    """Types and shapes of a thousand inputs take longer than a step; only files state them."""
+    loop = Loop(either, feeds := feeds_for(model))
+    monkeypatch.delattr(type(loop._runner), "kinds")
+    assert loop.view("w0").tobytes() == feeds["w0"].tobytes()
+    loop.restore(loop.state())
+
+
 def test_arrays_are_trained_themselves_where_asked(model, session):
     feeds = feeds_for(model)
     before = feeds["w0"].copy()
