@@ -165,18 +165,24 @@ def _train(request: Request, batch: Batch) -> None:
 
 
 def held_before(request: Request, batch: Batch) -> int:
-    """Return the bytes of the tensors that exist before a step, each memory once.
+    """Return the bytes of the tensors of module, optimizers and batch, which exist before a step, each memory once.
 
-    Of the module and the optimizers these are whole storages: weights may be views of one, as those of recurrent layers
-    are on a GPU. Of a batch they are what a step reads: it may be a slice of all data.
+    They may be slices of larger tensors, or of one buffer, as weights of recurrent layers are on a GPU.
     """
     states = [piece for user in request.users for pieces in user.state.values() for piece in pieces.values()]
-    kept = [*request.model.parameters(), *request.model.buffers(), *states]
-    storages = [tensor.untyped_storage() for tensor in kept if isinstance(tensor, torch.Tensor)]
-    whole = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    parts = {}
-    for tensor in batch.tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in whole:
-            parts[storage.data_ptr(), tensor.storage_offset()] = min(tensor.nbytes, storage.nbytes())
-    return sum(whole.values()) + sum(parts.values())
+    kept = [*request.model.parameters(), *request.model.buffers(), *states, *batch.tensors]
+    runs: list[tuple[int, int, int]] = []  # first address, end, and bytes of the tensors, which may leave gaps
+    for start, end, nbytes in sorted({_span(tensor) for tensor in kept if isinstance(tensor, torch.Tensor)}):
+        if runs and start < runs[-1][1]:
+            first, last, before = runs.pop()
+            runs.append((first, max(last, end), before + nbytes))
+        else:
+            runs.append((start, end, nbytes))
+    return sum(min(end - start, nbytes) for start, end, nbytes in runs)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Return the first address of a tensor, the end of its last element, and its bytes: more, if it is expanded."""
+    apart = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = tensor.data_ptr() + (apart + 1) * tensor.itemsize if tensor.numel() else tensor.data_ptr()
+    return tensor.data_ptr(), end, tensor.nbytes

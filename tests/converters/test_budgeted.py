@@ -827,9 +827,9 @@ def test_a_share_of_pytorchs_own_step_is_kept_and_the_exporter_leaves_nothing_be
     assert not {"onnx", "onnx_ir", "networkx", "numba", "ortools"} & {*made["modules"]}
 
 
-def test_weights_in_one_buffer_all_count_and_of_data_what_a_batch_reads():
-    """As recurrent layers have their weights on a GPU."""
-    model, flat = nn.Linear(6, 8), torch.zeros(100)
+def test_memory_that_tensors_share_counts_once_and_of_a_table_what_is_read():
+    """Recurrent layers have their weights in one buffer on a GPU; a parameter may be a few rows of a table."""
+    model, flat = nn.Linear(6, 8), torch.zeros(10_000)
     model.weight.data, model.bias.data = flat[:48].view(8, 6), flat[52:60]
     optimizer = torch.optim.Adam([model.weight])
     data = torch.zeros(1000, 6)
@@ -837,12 +837,13 @@ def test_weights_in_one_buffer_all_count_and_of_data_what_a_batch_reads():
     model(data[:1]).sum().backward()
     optimizer.step()
     request = types.SimpleNamespace(model=model, users=(optimizer,))
-    state = 4 * (2 * 48 + 1)  # two averages and a count
+    held = 4 * (48 + 8) + 4 * (2 * 48 + 1)  # parameters; two averages and a count
     for batch, taken in (
         ((data[:4], data[4:8]), 2 * 96), ((data[:4], data[:4]), 96), (torch.zeros(6).expand(50, 6), 24),
-        ((data[:4], model.weight.detach()), 96),
+        ((data[:4], model.weight.detach()), 96), ((data[:64], data[32:96]), 96 * 24), ((data[0], data[:64]), 64 * 24),
+        ((data[:64], data[0]), 64 * 24), (data[:64, :2], 64 * 8), (data[:0], 0),
     ):  # fmt: skip
-        assert own_step.held_before(request, Batch.of(batch)) == flat.nbytes + state + taken
+        assert own_step.held_before(request, Batch.of(batch)) == held + taken
 
 
 @pytest.mark.slow
