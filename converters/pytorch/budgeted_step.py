@@ -21,11 +21,12 @@ from .arrays import tensor as copied
 from .batch import Batch
 from .devices import (
     HOST,
-    as_before_an_error,
     device_of,
     fits,
     in_one_piece,
+    kept_on_host,
     readable,
+    restored,
 )
 from .holders import held
 from .outside import Outside, check_tensors_apart, memory, shares_memory
@@ -164,19 +165,21 @@ class Budgeted:
         wanted = self._arrays if self._device == HOST else {name: self._arrays[name] for name in self._unread}
         feeds = wanted | self._read_outside(current) | given
         with self._session.lock:
+            before = kept_on_host(self._renewed_tensors(current)) if self._undoes else []
             self._failed = "interrupted"
             try:
-                with as_before_an_error(self._renewed_tensors(current) if self._undoes else ()):
-                    self._session.execute(feeds)
+                self._session.execute(feeds)
             except UsageError:  # the step did not run
                 self._failed = ""
                 raise
-            except Exception as error:
-                self._failed = "" if self._undoes else type(error).__name__
+            except BaseException as error:
+                undone = self._undoes and restored(before)
+                self._failed = "" if undone else type(error).__name__
                 if isinstance(error, ModelError):
-                    undone = "; module and optimizer are as they were before" if self._undoes else ""
-                    raise ModelError("{}{}", shares.in_budgeted(error.message), undone) from error
+                    whole = "; module and optimizer are as they were before" if undone else ""
+                    raise ModelError("{}{}", shares.in_budgeted(error.message), whole) from error
                 raise
+            del before
             self._undoes = False
             self._unread.clear()
             made = self._session.results(copy=False)

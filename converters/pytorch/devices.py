@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -130,19 +130,25 @@ def on_host(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterat
             yield
 
 
-@contextmanager
-def as_before_an_error(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """After an error in the block let tensors of a device have their values again, of which the host keeps copies."""
-    before = [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in tensors]
+def kept_on_host(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return tensors, each with a copy of its value on the host, for `restored`."""
+    return [(tensor, tensor.detach().to(HOST, copy=True)) for tensor in tensors]
+
+
+def restored(kept: Collection[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Let tensors have their values again after an error, and return whether they do.
+
+    After some errors a device does nothing more.
+    """
     try:
-        yield
-    except BaseException:
-        for device in {tensor.device for tensor, _ in before} - {HOST}:
+        for device in {tensor.device for tensor, _ in kept} - {HOST}:
             torch.cuda.synchronize(device)  # a session may have launched kernels before the error
         with torch.no_grad():
-            for tensor, value in before:
+            for tensor, value in kept:
                 tensor.copy_(value)
-        raise
+    except Exception:  # the one before is the cause
+        return False
+    return True
 
 
 def release_memory(device: torch.device) -> None:

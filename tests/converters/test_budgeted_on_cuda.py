@@ -269,3 +269,31 @@ def test_a_first_step_for_which_the_device_is_too_small_leaves_everything_as_it_
     after = devices.own_tensors(model, None, [optimizer])
     assert all(torch.equal(after[name], value) for name, value in state.items())
     assert step(batch) < before
+
+
+@pytest.mark.parametrize("error", [ModelError, KeyboardInterrupt])
+@pytest.mark.parametrize("works", [True, False])
+def test_a_step_goes_on_after_a_failed_first_one_only_if_all_is_as_it_was(made, monkeypatch, works, error):
+    """After some errors of CUDA's a device does nothing more: the first is shown, and the next step refused."""
+    step, _, _, batch = made
+    before = float(step(batch))
+    monkeypatch.setattr(step, "_undoes", True)
+    monkeypatch.setattr(step, "_failed", "")
+
+    def fails(_):
+        raise error("CUDA failure 700")
+
+    def does_nothing_more(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_run", fails)
+        if not works:
+            patch.setattr(torch.Tensor, "copy_", does_nothing_more)
+        with pytest.raises(error, match="CUDA failure 700"):
+            step(batch)
+    if works:
+        assert step(batch) < before
+    else:
+        with pytest.raises(UsageError, match=rf"no longer usable \({error.__name__}\)"):
+            step(batch)
