@@ -10,6 +10,7 @@ from pathlib import Path
 from onnx_remat.errors import UsageError
 from onnx_remat.session.session import Session
 
+from .. import shares
 from .batch import Batch
 from .preparation import Prepared
 
@@ -93,7 +94,10 @@ class Sessions:
             session.close()
 
     def _opened(self, sizes: Mapping[str, int], slab_of: Session | None) -> Session:
-        return Session(
-            self._written.path, self._provider, dims=sizes, donate=True, threads=self._threads, slab_of=slab_of,
-            memory_limit=self._limit,
-        )  # fmt: skip
+        try:
+            return Session(
+                self._written.path, self._provider, dims=sizes, donate=True, threads=self._threads, slab_of=slab_of,
+                memory_limit=self._limit,
+            )  # fmt: skip
+        except UsageError as error:
+            raise UsageError(shares.in_budgeted(error.message)) from None

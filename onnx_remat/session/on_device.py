@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.ort import libraries
 from onnx_remat.session.cuda_memory import Block, move, read, wait, write
 from onnx_remat.session.device import provider_options
@@ -70,8 +71,17 @@ def scratch_limit(step: SessionPlan, total: int) -> int:
     """Return the part of `total` bytes that is left to the session's arena; UsageError where nothing is left."""
     apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in step.inputs)
     if total <= apart:
-        raise UsageError(f"memory_limit {total} is below the {apart} bytes of the slab and the inputs: raise it")
+        given = Setting("memory_limit", total)
+        raise UsageError("{} is below the {} bytes of the slab and the inputs: raise it", given, apart)
     return total - apart
+
+
+def what_to_do_if_full(limit: int) -> Message:
+    """Return the end of a message for a step that finds no memory on the device, under a limit unless it is 0."""
+    if limit:
+        more = Setting("memory_limit"), Setting("cudnn_workspace", Word("SIZE"))
+        return Message("; the device is full: raise {}, or plan with a larger {}", *more)
+    return Message("; the device is full: free memory on it, or plan with a {} that fits", Setting("budget"))
 
 
 class DeviceMemory:

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.fuse import driver, shim
-from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.session import heap, loading, on_device
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
@@ -139,6 +138,7 @@ class Session:
         if level not in ("disable", "basic", "all"):
             raise UsageError(f"level must be one of disable, basic, all, not {level!r}")
         threads = check_threads(threads)
+        self._limit = memory_limit
         heap.give_back_large_blocks()
         donate = donate if isinstance(donate, bool) else dict(donate)
         self.renewals: Mapping[str, str] = {} if isinstance(donate, bool) else donate
@@ -266,10 +266,7 @@ class Session:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
-            hint = ""
-            if full:
-                more = Setting("memory_limit"), Setting("cudnn_workspace", Word("SIZE"))
-                hint = Message("; the device is full: raise {}, or plan with a larger {}", *more)
+            hint = on_device.what_to_do_if_full(self._limit) if full else ""
             raise ModelError("onnxruntime failed during the step: {}{}", loading.first_line(error), hint) from error
 
     def results(self, *, copy: bool = True) -> Arrays:

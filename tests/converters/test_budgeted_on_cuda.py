@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import torch
-from onnx_remat.converters.pytorch import budgeted, devices, own_step
+from onnx_remat.converters.pytorch import budgeted, devices, own_step, sizes
 from onnx_remat.converters.pytorch.outside import check_lasting, in_memory, lasting, memory
 from torch import nn
 
@@ -297,3 +297,14 @@ def test_a_step_goes_on_after_a_failed_first_one_only_if_all_is_as_it_was(made, 
     else:
         with pytest.raises(UsageError, match=rf"no longer usable \({error.__name__}\)"):
             step(batch)
+
+
+def test_a_limit_that_a_session_refuses_is_the_budget(made, monkeypatch):
+    step, *_ = made
+
+    def refuses(*_, **__):
+        raise UsageError("{} is below: raise it", Setting("memory_limit", 10))
+
+    monkeypatch.setattr(sizes, "Session", refuses)
+    with pytest.raises(UsageError, match=r"^budget=10 is below: raise it$"):
+        step._sessions._opened({}, None)

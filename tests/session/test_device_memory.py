@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from onnx_remat.errors import ModelError
-from onnx_remat.session import cuda_memory
+from onnx_remat.errors import ModelError, UsageError
+from onnx_remat.session import cuda_memory, on_device
 from onnx_remat.session.training import Loop
 from tests.support.graphs import model_of
 from tests.support.host_as_device import MOST, DeviceSession, Held, Runtime
@@ -155,6 +155,30 @@ def test_memory_is_the_first_devices_whichever_other_code_has_chosen(runtime, se
     with pytest.raises(ModelError, match="could not allocate"):
         cuda_memory.Block(MOST + 1)
     assert runtime.current == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        (0, "free memory on it, or plan with a budget= that fits"),
+        (1 << 20, "raise memory_limit=, or plan with a larger cudnn_workspace=SIZE"),
+    ],
+)
+def test_advice_on_a_full_device_names_a_limit_only_where_there_is_one(runtime, session, monkeypatch, limit, advice):
+    class Full:
+        def run_with_iobinding(self, _):
+            raise RuntimeError("Failed to allocate memory for requested buffer")
+
+    monkeypatch.setattr(session, "_limit", limit, raising=False)
+    monkeypatch.setattr(session, "_session", Full())
+    with pytest.raises(ModelError, match=f"the device is full: {advice}$"):
+        session.run({"w": ones(3), "x": ones()})
+
+
+def test_a_limit_below_slab_and_inputs_is_named_as_a_setting(session):
+    with pytest.raises(UsageError, match=r"memory_limit=10 is below the \d+ bytes of .*: raise it") as caught:
+        on_device.scratch_limit(session._step, 10)
+    assert caught.value.settings == {"memory_limit": 10}
 
 
 MAPS = """\
