@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from onnx_remat.errors import ModelError
 from onnx_remat.process.child import Child, Failed, Limit
 
 _lock = threading.Lock()
-_running: tuple[int, Child] | None = None  # with the id of the process that started it: forks must not share it
-_on_device = False  # whether it may hold memory of a device
+_running: tuple[int, Child, bool] | None = None
+"""The id of the process that started it, as forks must not share it; it; and whether it may hold memory of a device."""
 
 
 def ask(
@@ -47,11 +49,10 @@ def ask(
     ModelError
         The function raised it, crashed, or hit the limit.
     """
-    global _on_device
     with _lock:
-        _on_device = _on_device or on_device
+        child = _child(on_device)
         try:
-            answer, made = _child().call(task, job if data is None else {"data": data, **job}, limit)
+            answer, made = child.call(task, job if data is None else {"data": data, **job}, limit)
         except Failed as failed:
             raise ModelError(_why(what, limit, failed)) from None
     return answer, made
@@ -77,20 +78,36 @@ def start() -> None:
         _child()
 
 
+@contextmanager
+def device_left() -> Iterator[None]:
+    """After the block, the process holds no memory of a device: training is to have all of that."""
+    try:
+        yield
+    finally:
+        leave_device()
+
+
 def leave_device() -> None:
     """End the process if it may hold memory of a device, where a context takes half a gigabyte.
 
     The next request starts another, which takes seconds.
     """
-    global _on_device
+    if _running is None or not _running[2]:
+        return  # without waiting for another thread's request
     with _lock:
-        if _on_device and _running is not None and _running[0] == os.getpid():
+        if _lives() and _running[2]:
             _running[1].end(0)
-        _on_device = False
 
 
-def _child() -> Child:
+def _lives() -> bool:
+    return _running is not None and _running[0] == os.getpid() and _running[1].lives()
+
+
+def _child(on_device: bool = False) -> Child:
+    """Return the process, a new one if none runs, and keep in mind whether a device is used."""
     global _running
-    if _running is None or _running[0] != os.getpid() or not _running[1].lives():
-        _running = os.getpid(), Child(imports=["onnx"])
+    if _running is None or not _lives():
+        _running = os.getpid(), Child(imports=["onnx"]), on_device
+    elif on_device:
+        _running = *_running[:2], True
     return _running[1]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
@@ -81,6 +80,7 @@ class Result:
         model_io.save(self.model, files.check_target(path, None, force), self.folder, force, self.data)
 
 
+@worker.device_left()
 def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Plan:
     """Plan a model without rewriting it.
 
@@ -107,7 +107,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         As `rewrite_model`.
     """
     parsed = parse_budget(budget)
-    with _device_left(), first_use() as warmup:
+    with first_use() as warmup:
         original = begin(model, options, warmup)
         if original.options.offload:
             raise UsageError("offload: plans with moves are rewrite_model's")
@@ -121,6 +121,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
         raise refusal.naming(refusal.candidate or refusal.looked) from None
 
 
+@worker.device_left()
 def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: Unpack[PlanningOptions]) -> Result:
     """Rewrite a training graph so that training with it takes at most a budget on stock ONNX Runtime.
 
@@ -159,17 +160,7 @@ def rewrite_model(model: model_io.Model, budget: str | int | Budget, **options: 
     >>> result.report.after.total <= result.report.budget
     True
     """
-    with _device_left():
-        return rewrite(model, budget, options)
-
-
-@contextmanager
-def _device_left() -> Iterator[None]:
-    """After the block, no process that was asked about a device holds memory of it: training is to have all of that."""
-    try:
-        yield
-    finally:
-        worker.leave_device()
+    return rewrite(model, budget, options)
 
 
 def rewrite(model: model_io.Model, budget: str | int | Budget, options: PlanningOptions, advise: bool = True) -> Result:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from functools import partial
 
 import pytest
 
@@ -13,12 +15,20 @@ from tests.support.graphs import mlp
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def fresh(monkeypatch):
+    """A process of the test's own answers, and ends with it."""
+    monkeypatch.setattr(worker, "_running", None)
+    yield
+    if worker._running:
+        worker._running[1].end(0)
+
+
+@pytest.fixture
+def stand_in(fresh, monkeypatch):
     """Make the process run other code."""
 
     def start(code: str) -> None:
         monkeypatch.setattr(child, "_command", lambda _: [sys.executable, "-c", code])
-        monkeypatch.setattr(worker, "_running", None)
 
     return start
 
@@ -36,9 +46,8 @@ def test_a_hang_is_given_up(stand_in, monkeypatch):
         runtime.optimized(mlp(), None, "all")
 
 
-def test_the_next_question_starts_a_new_process(monkeypatch):
+def test_the_next_question_starts_a_new_process(fresh):
     # One that has loaded a step with fused nodes states their domain in every model after it.
-    monkeypatch.setattr(worker, "_running", None)
     plain = runtime.optimized(mlp(), None, "basic")
     running = worker._child()
     running.process.kill()
@@ -58,14 +67,37 @@ def test_answers_come_from_one_process_and_errors_leave_it_running():
     assert worker._child() is running
 
 
-def test_a_process_that_used_a_device_ends_when_the_device_is_left(monkeypatch):
+@pytest.fixture
+def split(fresh):
+    """Ask for something quick."""
+    return partial(worker.ask, "it", "os.path:split", child.Limit(10), p="a/b")
+
+
+def test_a_process_that_used_a_device_ends_when_the_device_is_left(split):
     """Its context would keep half a gigabyte there until this process ends."""
-    monkeypatch.setattr(worker, "_running", None)
-    limit = child.Limit(10)
-    worker.ask("it", "os.path:split", limit, p="a/b")
+    split()
     running = worker._child()
     worker.leave_device()
     assert running.lives()
-    worker.ask("it", "os.path:split", limit, on_device=True, p="a/b")
-    worker.leave_device()
+    split(on_device=True)
+    with worker.device_left():
+        assert running.lives()
     assert not running.lives() and worker._child() is not running
+
+
+def test_a_process_after_one_that_used_a_device_does_not_end_with_it(split):
+    split(on_device=True)
+    worker._child().end(0)
+    split()
+    running = worker._child()
+    worker.leave_device()
+    assert running.lives()
+
+
+def test_a_device_that_was_not_used_is_left_without_waiting_for_another_threads_request(split):
+    split()
+    with worker._lock:
+        thread = threading.Thread(target=worker.leave_device, daemon=True)
+        thread.start()
+        thread.join(1)
+        assert not thread.is_alive()
