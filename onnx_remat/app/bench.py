@@ -42,6 +42,7 @@ from onnx_remat.messages import Finding, Setting, Word, first_line, json_text
 from onnx_remat.options import PlanningOptions, of_sessions
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.process import worker
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import Result, rewrite, rewrite_model
 from onnx_remat.rewrite.plans import TooLittleTime
@@ -300,6 +301,7 @@ def machine() -> str:
     return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
 
 
+@worker.device_left()
 def max_batch(model: Path, budget: str, dim: str, **options: Unpack[PlanningOptions]) -> tuple[int, int]:
     """Return the largest size of a symbolic dimension at which a step keeps a budget, as it is and rewritten.
 

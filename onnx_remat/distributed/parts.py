@@ -15,7 +15,7 @@ from onnx_remat.distributed.sharding import Piece, Shard, Sharding
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, UsageError
 from onnx_remat.ir import model_io
 from onnx_remat.messages import Message, Setting
-from onnx_remat.process import child
+from onnx_remat.process import child, worker
 from onnx_remat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Parts:
     loss: str = "loss"
 
 
+@worker.device_left()
 def prepare(
     step: model_io.Model,
     budget: str | int | None = None,

@@ -24,6 +24,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import at_levels
 from onnx_remat.ort.moves import UP
 from onnx_remat.ort.peaks import held
+from onnx_remat.process import worker
 from onnx_remat.session.prediction import predict
 from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import RECOMPUTE_KEY, planned
@@ -170,6 +171,7 @@ class CheckResult(Finding):
         return lines
 
 
+@worker.device_left()
 def check(
     path: model_io.Model,
     dims: Mapping[str, int] | None = None,

@@ -11,6 +11,7 @@ from onnx_remat.ir.shapes import with_planned
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
+from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import MARGIN, Goal
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.plans import first_look, lowest_peak
@@ -101,6 +102,7 @@ class Estimate(Finding):
         return [proved, Message("a first look finds a plan for {}, {}: {}", format_bytes(found), share, budget)]
 
 
+@worker.device_left()
 def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estimate:
     """Estimate the memory of a graph and the lowest possible budget; write nothing.
 

@@ -20,6 +20,7 @@ from onnx_remat.messages import Finding
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels import costs
+from onnx_remat.process import worker
 from onnx_remat.rewrite.report import WORDING
 from onnx_remat.session import prediction
 from onnx_remat.session.slab_layout import SlabLayout
@@ -219,6 +220,7 @@ def _kernels(arranged: SlabLayout) -> tuple[Kernel, ...]:
     return tuple(sorted(found, key=lambda each: (-each.unbuffered, -len(each.nodes), each.nodes)))
 
 
+@worker.device_left()
 def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
     """Explain a file that `rewrite_model` wrote.
 

@@ -12,6 +12,7 @@ from onnx_remat.ir.model_io import Model
 from onnx_remat.messages import Finding
 from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.plan.selectors import silent
+from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import rewrite_for
@@ -76,6 +77,7 @@ class Lowest(Finding):
         return lines
 
 
+@worker.device_left()
 def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
     """Search for the lowest budget that a file keeps.
 

@@ -17,6 +17,7 @@ from onnx_remat.ir.model_io import Model, load
 from onnx_remat.messages import Finding, Setting
 from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.plan.selectors import Progress, silent
+from onnx_remat.process import worker
 from onnx_remat.process.child import Child, Failed
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import Original, begin
@@ -95,6 +96,7 @@ class Curve(Finding):
         return lines
 
 
+@worker.device_left()
 def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[PlanningOptions]) -> Curve:
     """Rewrite a model for budgets spread evenly from its own peak down to the lowest that is found.
 

@@ -8,7 +8,15 @@ from functools import partial
 
 import pytest
 
+import onnx_remat
+from onnx_remat.app.bench import max_batch
+from onnx_remat.distributed import parts
 from onnx_remat.errors import ModelError
+from onnx_remat.findings.check import check
+from onnx_remat.findings.estimate import estimate
+from onnx_remat.findings.explain import explain
+from onnx_remat.findings.lowest import lowest_budget
+from onnx_remat.findings.sweep import sweep
 from onnx_remat.ort import runtime
 from onnx_remat.process import child, worker
 from tests.support.graphs import mlp
@@ -101,3 +109,18 @@ def test_a_device_that_was_not_used_is_left_without_waiting_for_another_threads_
         thread.start()
         thread.join(1)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda path: onnx_remat.plan_model(path, "60%"), lambda path: onnx_remat.rewrite_model(path, "60%"), check,
+        explain, estimate, lowest_budget, sweep, parts.prepare, lambda path: max_batch(path, "1GB", "batch"),
+    ],
+)  # fmt: skip
+def test_whatever_plans_leaves_the_device_in_the_end(entry, monkeypatch, tmp_path):
+    left = []
+    monkeypatch.setattr(worker, "leave_device", lambda: left.append(entry))
+    with pytest.raises(ModelError):
+        entry(tmp_path / "nowhere.onnx")
+    assert left == [entry]
