@@ -12,6 +12,7 @@ import torch
 from onnx_remat.app.progress import Progress
 from onnx_remat.errors import UsageError
 from onnx_remat.messages import Setting
+from onnx_remat.process import worker
 from onnx_remat.units import check_threads
 
 from .. import shares
@@ -128,7 +129,6 @@ def budgeted(
             raise UsageError("{}: on a device all batches have one size: pad them", Setting("dynamic_dims"))
         planning = {"provider": device.type, **(planning or {})}
         release_memory(device)
-        check_cuda()
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     written = Written(tempfile.TemporaryDirectory(prefix="onnx-remat-"), dynamic_dims or {})
     example = Batch.of(batch)
@@ -146,11 +146,14 @@ def budgeted(
             stacklevel=2,
         )
     tensors = own_tensors(model, loss, users)
-    with on_host(tensors, device):
-        release_memory(device)
-        made, outside = carried_out(request, own)
+    with worker.device_left():  # one process looks for the device and plans for it, while PyTorch leaves room there
         if device != HOST:
-            check_lasting(outside, tensors)
+            check_cuda()
+        with on_host(tensors, device):
+            release_memory(device)
+            made, outside = carried_out(request, own)
+            if device != HOST:
+                check_lasting(outside, tensors)
     if device != HOST:
         in_one_chunk(model)
         outside = {name: one.renewed() for name, one in outside.items()}

@@ -47,12 +47,8 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def check_cuda() -> None:
     """Raise ModelError unless ONNX Runtime has CUDA here, before a step is planned for it."""
     from onnx_remat.ort import runtime  # takes memory, which a step on the CPU does not need
-    from onnx_remat.process import worker
 
-    try:
-        runtime.check_device("CUDAExecutionProvider")
-    finally:
-        worker.leave_device()
+    runtime.check_device("CUDAExecutionProvider")
 
 
 def readable(tensor: torch.Tensor) -> Any:

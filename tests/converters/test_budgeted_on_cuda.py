@@ -18,6 +18,8 @@ from torch import nn
 
 from onnx_remat.errors import ConversionError, ModelError, UsageError
 from onnx_remat.messages import Setting, Word
+from onnx_remat.ort import runtime
+from onnx_remat.process import worker
 from onnx_remat.session.session import Session
 from tests.support.fake_cuda import here
 from tests.support.slow import few
@@ -164,6 +166,28 @@ def torch_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 5_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 1_255_000)
+
+
+def test_the_process_that_looks_for_a_device_plans_for_it_too(on_cuda, torch_cuda, monkeypatch):
+    """Its start takes seconds; while PyTorch's own step is measured, none holds memory of the device."""
+    did = []
+
+    def carried_out(*_):
+        did.append("plan")
+        raise ConversionError("enough")
+
+    def measured(*_):
+        did.append("measure")
+
+    monkeypatch.setitem(budgeted.__globals__, "carried_out", carried_out)
+    monkeypatch.setitem(budgeted.__globals__, "measured_on_device", measured)
+    monkeypatch.setattr(runtime, "check_device", lambda _: did.append("look"))
+    monkeypatch.setattr(worker, "leave_device", lambda: did.append("leave"))
+    model = perceptron()
+    batch = torch.rand(4, 6), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(ConversionError, match="enough"):
+        budgeted(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters()), batch, "60%")
+    assert did == ["measure", "look", "plan", "leave"]
 
 
 class Counting(nn.Module):
