@@ -126,7 +126,7 @@ def _loaded(maps: str) -> str:
     >>> _loaded("7f00-7f01 r-xp 00000000 fe:01 173 /home/me/my env/lib/libcudart-d0da41ae.so.12.8.90")
     '/home/me/my env/lib/libcudart-d0da41ae.so.12.8.90'
     """
-    found = re.search(r"(?m)^(?:\S+ +){5}(/.*libcudart[\w.-]*\.so[\d.]*)$", maps)
+    found = re.search(r"(?m)^(?:\S+ +){5}(/.*libcudart[\w.-]*\.so[\d.]*)(?: \(deleted\))?$", maps)
     return found[1] if found else ""
 
 

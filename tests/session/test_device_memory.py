@@ -194,6 +194,7 @@ MAPS = """\
 )
 def test_the_cuda_runtime_is_found_wherever_it_lies(path):
     assert cuda_memory._loaded(MAPS.format(path)) == path
+    assert cuda_memory._loaded(MAPS.format(path + " (deleted)")) == path  # an update replaced the file
     assert cuda_memory._loaded(MAPS.format("/usr/lib/libcudart_static.a")) == ""
 
 
