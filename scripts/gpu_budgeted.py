@@ -35,7 +35,8 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """PyTorch's own step, `budgeted` without a budget, and with one."""
     for how, share in (("eager", ""), ("budgeted", ""), ("budgeted", budget)):
-        key = {"step": model, "batch": batch, "how": how, "budget": share, "workspace": workspace}
+        sizes = {"batch": batch, "budget": share, "workspace": workspace}
+        key = {"measure": "budgeted", "step": model, "how": how} | sizes
         yield journal.measured(key, partial(answered, taken, key, seconds=seconds))
 
 
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--budget", default="60%")
     parser.add_argument("--cudnn-workspace", default="192MiB", help="to plan for (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="LINES", help="a file of JSON lines to add to")
-    parser.add_argument("--again", action="store_true", help="measure rows of LINES again that are errors")
+    parser.add_argument("--again", action="store_true", help="measure rows of LINES again of which a part failed")
     parser.add_argument("--seconds", type=float, default=240, help="most that a row may take (default: %(default)s)")
     given = parser.parse_args()
     journal = Journal(given.out, given.again)

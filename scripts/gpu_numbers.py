@@ -57,7 +57,7 @@ def rows(jobs: Sequence[Job], journal: Journal, seconds: float) -> Iterator[dict
 
 
 def _key(job: Job) -> dict[str, Any]:
-    return {"step": job["step"], "file": job["file"]}
+    return {"measure": "numbers", "step": job["step"], "file": job["file"], "dims": job["dims"]}
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:

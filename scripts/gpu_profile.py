@@ -104,7 +104,8 @@ def rows(
         shown = [each for each in plans if each.budget in (ORIGINAL, ORIGINAL + FUSED)]
         jobs += [(each.budget, job_of(folder, each) | {"how": "Session"}) for each in shown]
         for name, job in jobs:
-            found = journal.measured({"step": step, "file": name}, partial(_cells, step, name, job, keep, seconds))
+            key = {"measure": "profile", "step": step, "file": name, "dims": dict(plans[0].dims)}
+            found = journal.measured(key, partial(_cells, step, name, job, keep, seconds))
             yield step, name, *(found["cells"] if "cells" in found else [found["error"]])
 
 
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="PyTorch's step, too")
     parser.add_argument("--keep", type=Path, metavar="TRACES", help="a folder for the kernels")
     parser.add_argument("--out", type=Path, metavar="LINES", help="a file of JSON lines to add to")
-    parser.add_argument("--again", action="store_true", help="measure rows of LINES again that are errors")
+    parser.add_argument("--again", action="store_true", help="measure rows of LINES again of which a part failed")
     parser.add_argument("--seconds", type=float, default=240, help="most that a row may take (default: %(default)s)")
     given = parser.parse_args()
     from scripts import results

@@ -143,18 +143,21 @@ def race(
     folder: Path, plans: list[Plan], others: list[str], limits: bool, journal: Journal, seconds: float
 ) -> Iterator[dict[str, Any]]:
     """What each runner of one step took."""
-    step, first = plans[0].step, job_of(folder, plans[0])
+    first = job_of(folder, plans[0])
+    key = {"measure": "race", "step": first["step"], "dims": first["dims"]}
     for how in others:
         job = first | {"how": how, "batch": first["dims"].get("batch", 1)}
-        yield journal.measured({"step": step, "runner": how}, partial(answered, taken, job, seconds=seconds))
+        yield journal.measured(key | {"runner": how}, partial(answered, taken, job, seconds=seconds))
     for each in plans:
         job = job_of(folder, each) | {"how": "Session", "predicted": each.predicted, "limits": limits}
-        row = {"step": step, "runner": f"Session, {each.budget}", "compute": each.compute, "predicted": each.predicted}
-        yield journal.measured(row, partial(answered, taken, job, seconds=seconds))
+        ours = {"runner": f"Session, {each.budget}", "compute": each.compute}
+        ours |= {"predicted": each.predicted, "limits": limits}
+        yield journal.measured(key | ours, partial(answered, taken, job, seconds=seconds))
 
 
 def rows(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """The lines of the race's table: of a row that was measured again, the last."""
+    found = [each for each in found if each.get("measure") == "race"]
     found = list({(each["step"], each["runner"]): each for each in found}.values())
     eager = {each["step"]: each for each in found if each["runner"] == "eager" and "error" not in each}
     ours = {(each["step"], each["runner"]): each for each in found if "error" not in each}
@@ -192,7 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--no-limits", action="store_true", help="of race, try the predicted limits alone")
     parser.add_argument("--out", type=Path, metavar="LINES", help="of numbers and race, a file of JSON lines to add to")
-    parser.add_argument("--again", action="store_true", help="measure rows of LINES again that are errors")
+    parser.add_argument("--again", action="store_true", help="measure rows of LINES again of which a part failed")
     parser.add_argument("--seconds", type=float, default=240, help="most that a row may take (default: %(default)s)")
     parser.add_argument(
         "--save", action="store_true", help="also write docs/results/data/gpu-numbers.json or gpu-race.json"

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_LACKS = ("error", "failed", "no_graph", "no_least")
+"""What a row says of a part that could not be measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Rows in a file, or nowhere; those that failed are measured `again` if asked for."""
+    """Rows in a file, or nowhere; those of which a part failed are measured `again` if asked for.
+
+    A key states the measurement and all that its figures depend on, since files are shared.
+    """
 
     path: Path | None
     again: bool = False
@@ -29,7 +35,9 @@ class Journal:
     def row(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         """The last row with all that is in a key, unless it is to be measured again."""
         alike = [row for row in self.rows() if key.items() <= row.items()]
-        return None if not alike or (self.again and "error" in alike[-1]) else alike[-1]
+        if not alike or (self.again and any(alike[-1].get(each) for each in _LACKS)):
+            return None
+        return alike[-1]
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep a row, and return it."""

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.session.plan_session import SessionRequest
-from scripts import child, gpu_budgeted, gpu_day, gpu_numbers, gpu_steps, gpu_truth
+from scripts import child, gpu_budgeted, gpu_day, gpu_numbers, gpu_profile, gpu_steps, gpu_truth
 from scripts.journal import Journal
 from tests.support.graphs import model_of
 
@@ -60,6 +60,39 @@ def test_a_row_that_is_kept_is_not_measured_again(tmp_path):
     assert both() == {"step": "b", "error": "died"} and asked == ["a", "b"]
     both(again=True)
     assert asked == ["a", "b", "b"] and [row["step"] for row in Journal(path).rows()] == ["a", "b", "b"]
+
+
+@pytest.mark.parametrize("lacks", [{"error": "died"}, {"failed": True}, {"no_graph": "full"}, {"no_least": "full"}])
+def test_whatever_a_row_lacks_is_measured_again_if_asked_for(tmp_path, lacks):
+    journal = Journal(tmp_path / "lines")
+    journal.add({"step": "whole", "failed": False, "ms": 1})
+    journal.add({"step": "part", "ms": 1} | lacks)
+    assert journal.row({"step": "part"})
+    again = Journal(journal.path, again=True)
+    assert again.row({"step": "whole"}) and not again.row({"step": "part"})
+
+
+def test_measurements_of_all_kinds_and_sizes_share_a_file(tmp_path, monkeypatch):
+    """None is taken for another, and the race's table shows the race alone."""
+    asked = []
+
+    def answered(function, job, seconds):
+        asked.append((function.__name__, job["dims"]["batch"], job.get("limits")))
+        return {"ms": 1.0, "kernels": [], "taken": 1, "seconds": 1.0}
+
+    for script in (gpu_truth, gpu_profile):
+        monkeypatch.setattr(script, "answered", answered)
+    journal = Journal(tmp_path / "lines")
+    for batch, limits in [(2, True), (2, False), (4, False)] * 2:
+        plans = [gpu_truth.Plan("s", "as it is", "s.onnx", {"batch": batch}, 1, 0.0)]
+        (tmp_path / gpu_truth.PLANS).write_text(json.dumps([vars_of(each) for each in plans]))
+        list(gpu_truth.race(tmp_path, plans, ["eager"], limits, journal, 9))
+        list(gpu_profile.rows(tmp_path, [], False, None, journal, 9))
+        journal.measured(gpu_numbers._key(gpu_truth.job_of(tmp_path, plans[0])), lambda: {"equal": len(asked)})
+    taken = [("taken", 2, None), ("taken", 2, True), ("taken", 2, False), ("taken", 4, None), ("taken", 4, False)]
+    assert sorted(asked, key=repr) == sorted([*taken, ("profiled", 2, None), ("profiled", 4, None)], key=repr)
+    assert len(journal.rows()) == len(asked) + 2
+    assert {runner for _, runner, *_ in gpu_truth.rows(journal.rows())} == {"eager", "Session, as it is"}
 
 
 @pytest.fixture
@@ -214,9 +247,10 @@ def test_a_step_that_cannot_be_captured_keeps_its_other_figures(monkeypatch):
 
 
 def test_the_race_shows_the_last_of_a_row_that_was_measured_again():
-    failed = {"step": "s", "runner": "Session, 60%", "error": "died"}
-    eager = {"step": "s", "runner": "eager", "taken": 4e6, "seconds": 0.25}
-    good = {"step": "s", "runner": "Session, 60%", "taken": 2e6, "seconds": 0.5, "compute": 0.1, "no_graph": "refused"}
+    ours = {"measure": "race", "step": "s", "runner": "Session, 60%"}
+    failed = ours | {"error": "died"}
+    eager = ours | {"runner": "eager", "taken": 4e6, "seconds": 0.25}
+    good = ours | {"taken": 2e6, "seconds": 0.5, "compute": 0.1, "no_graph": "refused"}
     first, second = gpu_truth.rows([failed, eager, good])
     assert first[1:8] == ("Session, 60%", "", "", "2", "0.50", "500.0", "2.00") and first[8:11] == ("", "", "")
     assert second[1] == "eager"
