@@ -82,6 +82,7 @@ def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.
             stream.write(len(text).to_bytes(8, "little") + text)
             for array in arrays:
                 stream.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data)
+                del array  # before the next is made
     except OSError as error:
         raise ModelError(f"cannot write {path}: {error.strerror}") from error
 

@@ -19,22 +19,25 @@ MOST = 1 << 30
 
 
 class Runtime:
-    """A CUDA runtime; `calls` are the names of the functions that were called, in order."""
+    """A CUDA runtime; `calls` are the functions that were called, in order, and `used` the devices chosen then."""
 
     def __init__(self, current: int = 0) -> None:
         self.calls: list[str] = []
         self.current = current
-        self.device_of: dict[int, int] = {}  # by address of a block
+        self.used: set[int] = set()
         self._blocks: list[Any] = []
         self.cudaGetErrorName = lambda status: b"cudaErrorMemoryAllocation"  # a function has attributes, a method none
+
+    def _called(self, what: str) -> None:
+        self.calls.append(what)
+        self.used.add(self.current)
 
     def cudaMalloc(self, found: Any, size: ctypes.c_size_t) -> int:
         if size.value > MOST:
             return 2
-        self.calls.append("malloc")
+        self._called("malloc")
         self._blocks.append(ctypes.create_string_buffer(size.value + 256))
         address = -(-ctypes.addressof(self._blocks[-1]) // 256) * 256
-        self.device_of[address] = self.current
         found._obj.value = address
         return 0
 
@@ -42,17 +45,17 @@ class Runtime:
         return 0
 
     def cudaMemset(self, address: ctypes.c_void_p, value: int, size: ctypes.c_size_t) -> int:
-        self.calls.append("set")
+        self._called("set")
         ctypes.memset(address.value, value, size.value)
         return 0
 
     def cudaMemcpy(self, to: ctypes.c_void_p, source: ctypes.c_void_p, size: ctypes.c_size_t, kind: Any) -> int:
-        self.calls.append({1: "write", 2: "read", 3: "move"}[kind.value])
+        self._called({1: "write", 2: "read", 3: "move"}[kind.value])
         ctypes.memmove(to.value, source.value, size.value)
         return 0
 
     def cudaDeviceSynchronize(self) -> int:
-        self.calls.append("wait" if not self.current else f"wait for device {self.current}")
+        self._called("wait")
         return 0
 
     def cudaGetDevice(self, found: Any) -> int:
