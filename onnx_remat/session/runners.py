@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
-from onnx_remat.session.interface import Arrays, check_loss, check_state, checked, formal, overridable
+from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
 from onnx_remat.session.on_device import DeviceMemory
 from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
@@ -55,10 +56,62 @@ def _check_numbers(outputs: Iterable[Array], gradients: Container[str]) -> None:
             )
 
 
-class InPlaceRunner:
-    """Run steps with a `Session` on the CPU: one block of memory contains the state, and steps update it in place."""
+class Runner(ABC):
+    """What a loop does with its state, wherever that is.
+
+    Attributes
+    ----------
+    on_device : bool
+        Whether values may lie on a device.
+    formals : dict of str to Formal
+        All inputs.
+    optional : frozenset of str
+        Inputs that may have their defaults.
+    donated, not_donated : mapping of str to str
+        As of `Loop`.
+    """
 
     on_device = False
+    formals: dict[str, Formal]
+    optional: frozenset[str]
+    donated: Mapping[str, str]
+    not_donated: Mapping[str, str]
+
+    @abstractmethod
+    def forget(self, names: Collection[str]) -> None:
+        """Let inputs have their defaults again."""
+
+    @abstractmethod
+    def feed(self, batch: Mapping[str, Any]) -> None:
+        """Copy values to inputs."""
+
+    @abstractmethod
+    def step(self) -> float:
+        """Run one step, and return its loss."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Return the inputs that have a value."""
+
+    @abstractmethod
+    def kinds(self) -> Kinds:
+        """Return types and shapes of these values."""
+
+    @abstractmethod
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return the value of an input, which may change with the next step."""
+
+    def copy(self, name: str) -> npt.NDArray[Any]:
+        """Return the value of an input in memory of its own."""
+        return self.array(name).copy()
+
+    def place(self, name: str) -> npt.NDArray[Any] | None:
+        """Return the array that a new value may be written over; None if others may have it."""
+        return None
+
+
+class InPlaceRunner(Runner):
+    """Run steps with a `Session` on the CPU: one block of memory contains the state, and steps update it in place."""
 
     def __init__(
         self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
@@ -83,7 +136,6 @@ class InPlaceRunner:
             _check_trainable(self._arrays, self._trained, state)
 
     def forget(self, names: Collection[str]) -> None:
-        """Let inputs have their defaults again."""
         for name in names:
             self._own.discard(name)
             del self._arrays[name]
@@ -111,7 +163,6 @@ class InPlaceRunner:
         return loss
 
     def names(self) -> Collection[str]:
-        """Return the inputs that have a value."""
         return self._arrays.keys()
 
     def kinds(self) -> Kinds:
@@ -121,15 +172,14 @@ class InPlaceRunner:
         return self._arrays[name].view()
 
     def place(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the array that a new value may be written over; None for the caller's that no step renews."""
+        """Return an array that is the loop's own or that steps renew."""
         return self._arrays[name] if name in self._own or name in self._trained else None
 
 
-class DeviceRunner:
+class DeviceRunner(Runner):
     """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
 
     on_device = True
-    """Whether values may lie on the device."""
 
     def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
         assert session.device is not None
@@ -163,7 +213,6 @@ class DeviceRunner:
             )
 
     def forget(self, names: Collection[str]) -> None:
-        """Let inputs have their defaults again."""
         self._use = self._device.take({*self._device.fed} - {*names})
 
     def feed(self, batch: Mapping[str, Any]) -> None:
@@ -182,7 +231,6 @@ class DeviceRunner:
         return self._formal.number(made[self._loss])
 
     def names(self) -> Collection[str]:
-        """Return the inputs that have a value."""
         self._check_use()
         return self._device.fed
 
@@ -193,8 +241,7 @@ class DeviceRunner:
     def array(self, name: str) -> npt.NDArray[Any]:
         return self._device.read(name)
 
-    def place(self, name: str) -> None:
-        """Return None: the host has no array of it."""
+    copy = array
 
 
 def _lying(device: DeviceMemory, state: Mapping[str, Any], renewed: Container[str]) -> dict[str, DeviceArray]:
@@ -237,10 +284,8 @@ def _check_trainable(arrays: Arrays, renewed: Container[str], given: Mapping[str
     check_apart(((a.ctypes.data, a.nbytes, name) for name, a in arrays.items()), renewed, "pass copy=True")
 
 
-class FeedbackRunner:
+class FeedbackRunner(Runner):
     """Run steps with onnxruntime's own session: the outputs of each step are the inputs of the next."""
-
-    on_device = False
 
     def __init__(
         self, session: Any, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, device: str
@@ -248,7 +293,7 @@ class FeedbackRunner:
         from onnxruntime import OrtValue
 
         self._session, self._loss, self._rate, self._device = session, loss, rate, device
-        self.donated: Mapping[str, str] = {}
+        self.donated = {}
         self.formals = {value.name: formal(value) for value in session.get_inputs()}
         defaults = overridable(session)
         self.formals |= defaults
@@ -262,7 +307,7 @@ class FeedbackRunner:
         self._outputs = list(outputs)
         self._renews = renewals(self.formals, self._outputs)
         reason = "a session of onnxruntime's own runs the step"
-        self.not_donated: Mapping[str, str] = dict.fromkeys(self._renews, reason)
+        self.not_donated = dict.fromkeys(self._renews, reason)
         self._gradients = _left_to_apply(self._outputs, self.formals, self._renews.values())
         self._sums = gradient_sums(self.formals)
         trained = {*self._renews.values(), *self._gradients.values(), *self._sums, *self._sums.values()}
@@ -273,7 +318,6 @@ class FeedbackRunner:
         self._bind_all()
 
     def forget(self, names: Collection[str]) -> None:
-        """Let inputs have their defaults again."""
         for name in names:
             del self._values[name]
         self._binding.clear_binding_inputs()
@@ -305,7 +349,6 @@ class FeedbackRunner:
         return loss
 
     def names(self) -> Collection[str]:
-        """Return the inputs that have a value."""
         return self._values.keys()
 
     def kinds(self) -> Kinds:
@@ -314,9 +357,6 @@ class FeedbackRunner:
     def array(self, name: str) -> npt.NDArray[Any]:
         array: npt.NDArray[Any] = self._values[name].numpy()
         return array
-
-    def place(self, name: str) -> None:
-        """Return None: the caller may have a view of what is there."""
 
     def _bind_all(self) -> None:
         for name, value in self._values.items():

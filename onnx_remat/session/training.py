@@ -21,11 +21,8 @@ from onnx_remat.ir.shapes import RUN_BY_KEY
 from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
 from onnx_remat.session.interface import DTYPES, Arrays, check_mapping, check_state
-from onnx_remat.session.runners import DeviceRunner, FeedbackRunner, InPlaceRunner
+from onnx_remat.session.runners import DeviceRunner, FeedbackRunner, InPlaceRunner, Runner
 from onnx_remat.session.session import Session
-
-Runner = FeedbackRunner | InPlaceRunner | DeviceRunner
-"""How a loop runs its steps."""
 
 _RESET = "lazy_reset_grad"
 """The input that makes onnxruntime-training reset its accumulated gradients."""
@@ -98,9 +95,7 @@ class Loop:
                     "its budget; pass the model's path, or an onnx_remat.Session, to keep it",
                     stacklevel=2,
                 )
-            self._runner: FeedbackRunner | InPlaceRunner | DeviceRunner = FeedbackRunner(
-                model, state, loss, rate, device
-            )
+            self._runner: Runner = FeedbackRunner(model, state, loss, rate, device)
         else:
             session = model
             if not isinstance(model, Session):
@@ -149,7 +144,7 @@ class Loop:
         """Return copies of the current values of all inputs; UsageError if an earlier step failed."""
         self._check_whole()
         heap.trim_soon()
-        return {name: _own(self._runner.array(name)) for name in self._runner.names()}
+        return {name: self._runner.copy(name) for name in self._runner.names()}
 
     def view(self, name: str) -> npt.NDArray[Any]:
         """Return a read-only view of an input's current value, to read between steps.
@@ -226,11 +221,6 @@ class Loop:
                 self._runner.feed({name: array})
         heap.trim_soon()
         self._failed = ""
-
-
-def _own(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array that nobody else has: this one, if it was made to read a device, and else a copy."""
-    return array if array.flags.owndata else array.copy()
 
 
 def _is_planned_for_loop(session: Any) -> bool:

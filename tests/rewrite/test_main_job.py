@@ -71,7 +71,7 @@ def test_outputs_are_bitwise_equal(budget, selector):
 @pytest.mark.parametrize(("budget", "selector"), [("55%", "sqrt_n"), ("80%", "min_cut")])
 def test_a_selector_that_finds_no_plan_says_how_low_it_came(budget, selector):
     model = mlp(layers=12, batch=1024, width=32)
-    with pytest.raises(BudgetInfeasibleError, match="first look|min_cut") as caught:
+    with pytest.raises(BudgetInfeasibleError, match=r"first look|min_cut") as caught:
         onnx_remat.rewrite_model(model, budget, selector=selector, **LIMIT)
     assert caught.value.best_peak_bytes > caught.value.lower_bound_bytes > 0
     if advised := caught.value.settings.get("budget"):
