@@ -74,6 +74,11 @@ class BudgetInfeasibleError(OnnxRematError):
         Lowest peak of any plan found, in bytes of what the budget covers.
     lower_bound_bytes : int
         Lower bound on the peak of every schedule of this graph.
+
+    Attributes
+    ----------
+    cut_short : bool
+        Whether a time limit cut planning short: another run may find a plan.
     """
 
     exit_code = 3
@@ -82,6 +87,7 @@ class BudgetInfeasibleError(OnnxRematError):
         super().__init__(message)
         self.best_peak_bytes = best_peak_bytes
         self.lower_bound_bytes = lower_bound_bytes
+        self.cut_short = False
 
 
 class ModelError(OnnxRematError):

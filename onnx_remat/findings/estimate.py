@@ -14,12 +14,10 @@ from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves
 from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import MARGIN, Goal
 from onnx_remat.rewrite.original import begin
-from onnx_remat.rewrite.plans import first_look, lowest_peak
+from onnx_remat.rewrite.plans import LOOK_EFFORT, REFUSAL_HEADROOM, first_look, lowest_peak
 from onnx_remat.rewrite.report import TRAINING, WORDING
 from onnx_remat.session.prediction import Footprint, stated
 from onnx_remat.units import format_bytes, table
-
-_FIRST_LOOK = 1.0  # effort: seconds of a reference core
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Estimate(Finding):
     impossible_below : int
         Lower bound on every budget that any plan can keep (`bounds.lower_bound`), with `accounting.MARGIN` kept free.
     first_look : int
-        The lowest budget that a first look finds a plan for; planning may find a lower one. Like `impossible_below`
-        at most `covered`, which the unmodified graph keeps.
+        A little above the lowest budget that a first look finds a plan for; planning may find a lower one. Like
+        `impossible_below` at most `covered`, which the unmodified graph keeps.
     by_module : Frame
         The peak by module.
     nodes : int
@@ -121,11 +119,11 @@ def estimate(model: model_io.Model, **options: Unpack[PlanningOptions]) -> Estim
     without_arena(options, "an estimate")
     source = model_io.load(model)
     dims = with_planned(source.model, options.get("dims") or {})  # of a file that was planned before
-    original = begin(source, {**options, "dims": dims, "effort": _FIRST_LOOK})
+    original = begin(source, {**options, "dims": dims, "effort": LOOK_EFFORT})
     memory, executed = original.memory, max(original.by_level.values(), key=lambda each: each.timeline.peak)
     original.options.progress("first look", 0.0)
-    look = first_look(Goal(0, memory), original.options, original.deadline)
-    lowest = memory.budget_for(lowest_peak(look, memory))
+    looks = first_look(Goal(0, memory), original.options, original.deadline)
+    lowest = int(memory.budget_for(lowest_peak(looks[0], memory)) * REFUSAL_HEADROOM)
     compiled = memory.compiled
     return Estimate(
         describe(executed, executed.timeline), original.footprint, reserves(executed, executed.timeline), memory.run_by,

@@ -116,6 +116,7 @@ def lowest_budget(model: Model, **options: Unpack[PlanningOptions]) -> Lowest:
             raise
         except BudgetInfeasibleError as error:
             missed.append(budget)
+            cut_short |= error.cut_short
             budget = int(smallest_budget(error.best_peak_bytes) * _REFUSAL_HEADROOM)
         else:
             budget = report.budget

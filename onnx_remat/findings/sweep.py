@@ -78,14 +78,13 @@ class Curve(Finding):
     def lines(self) -> list[str]:
         """Return the curve as a table with the knee marked."""
         top = self.original_peak or 1
+        times = [() if p.extra_time is None else (f"{p.extra_time:+.2%}",) for p in self.points]
         rows = [
-            (
-                format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}",
-                "" if p.extra_time is None else f"{p.extra_time:+.2%}", str(p.recomputed),
-            )
-            for p in self.points
-        ]  # fmt: skip
-        lines = table([("memory", "of original", "extra compute", "predicted step time", "recomputed"), *rows])
+            (format_bytes(p.peak), f"{p.peak / top:.1%}", f"{p.extra_compute:+.2%}", *time, str(p.recomputed))
+            for p, time in zip(self.points, times, strict=True)
+        ]
+        time_head = ("predicted step time",) if any(times) else ()
+        lines = table([("memory", "of original", "extra compute", *time_head, "recomputed"), *rows])
         if self.points:
             lines[1 + self.knee] += "  <- knee"
         lines.append(f"impossible: any budget below {format_bytes(self.impossible_below)}")
@@ -142,7 +141,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
     floor = whole.report.lower_bound + books
     found, missed = [_point(whole)], []
     least = smallest_budget(whole.report.lower_bound, books)
-    lowest = _lowest(original, least, named("lowest peak", progress))
+    lowest, cut_lowest = _lowest(original, least, named("lowest peak", progress))
     budgets = np.linspace(top, lowest, points + 1, dtype=np.int64).tolist()[1:]
     names = [f"budget {number} of {len(budgets)}" for number in range(1, len(budgets) + 1)]
     found_for: Iterator[_Tried]
@@ -150,7 +149,7 @@ def sweep(model: Model, points: int = 10, jobs: int = 1, **options: Unpack[Plann
         found_for = (_try(original, budget, named(name, progress)) for name, budget in zip(names, budgets, strict=True))
     else:
         found_for = _tried_apart(model, budgets, jobs, options, names, progress)
-    cut_short = whole.report.cut_short
+    cut_short = whole.report.cut_short or cut_lowest
     for budget, (point, bound, cut) in zip(budgets, found_for, strict=True):
         cut_short |= cut
         if point is None:
@@ -172,8 +171,8 @@ def _try(original: Original, budget: int, progress: Progress = silent) -> _Tried
         result = rewrite_for(original, Budget(bytes=budget), advise=False, progress=progress)
     except TooLittleTime:
         raise
-    except BudgetInfeasibleError:
-        return None, 0, False
+    except BudgetInfeasibleError as error:
+        return None, 0, error.cut_short
     return _point(result), result.report.lower_bound, result.report.cut_short
 
 
@@ -220,15 +219,15 @@ def named(what: str, progress: Progress) -> Progress:
     return lambda stage, fraction: progress(f"{what}: {stage}", fraction)
 
 
-def _lowest(original: Original, least: int, progress: Progress) -> int:
-    """The lowest budget, in bytes, that the selector keeps; found by asking for the `least` that could be."""
+def _lowest(original: Original, least: int, progress: Progress) -> tuple[int, bool]:
+    """The lowest budget, in bytes, that the selector keeps, and `Report.cut_short`; asks for the `least` possible."""
     try:
         found = rewrite_for(original, Budget(bytes=least), advise=False, progress=progress)
-        return found.report.covered()[1]
+        return found.report.covered()[1], found.report.cut_short
     except TooLittleTime:
         raise
     except BudgetInfeasibleError as error:
-        return smallest_budget(int(error.best_peak_bytes * 1.005))
+        return smallest_budget(int(error.best_peak_bytes * 1.005)), error.cut_short
 
 
 def _point(result: Result) -> Point:

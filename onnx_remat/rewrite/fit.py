@@ -26,6 +26,7 @@ from onnx_remat.rewrite.accounting import MARGIN, Goal, LoopMemory, SessionMemor
 from onnx_remat.rewrite.plans import (
     REFUSAL_HEADROOM,
     SEARCHES,
+    Looks,
     Plan,
     Refusal,
     TooLittleTime,
@@ -130,7 +131,7 @@ def fit(
         if rival is None:
             if work.deadline.ends_within(seconds_per_file):
                 raise
-            look, alone = refusal.look, replace(direct, values=set())
+            look, alone = refusal.looks[0], replace(direct, values=set())
             worst, best = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
             if worst > goal.allowed:
                 refusal.looked = worst if worst < goal.memory.original_bytes else 0
@@ -185,6 +186,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     best: Fitted | None = None
     missed: Fitted | None = None  # the best file that exceeds the budget
     refused: BudgetInfeasibleError | None = None
+    looks: Looks | None = None
     whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS + MOST_GROWN):
@@ -197,10 +199,11 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
                 part = _LATER_PLAN_EFFORT if plans and not (whole or targets.files_before_going_above) else 1.0
                 less = replace(options, effort=options.work_seconds() * part) if part < 1 else options
                 starts = (*known, *plans[targets.files_before_going_above :])
-                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts)
+                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts, looks)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
                 _log.info("target %s: %s", format_bytes(target), refusal)
+                looks = refusal.looks if isinstance(refusal, Refusal) else looks
                 if not plans and target < goal.target():  # no wonder
                     targets.next = goal.target()
                 elif not plans and (refused or memory.floor > target or not memory.saved_by_runtime):
@@ -239,13 +242,17 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     if best is not None:
         return best
     if refused:
+        if isinstance(refused, Refusal) and targets.files and min(targets.files) < refused.best_peak_bytes:
+            refused.best_peak_bytes = min(targets.files)
+            refused.candidate = int(refused.best_peak_bytes * REFUSAL_HEADROOM)
         raise refused
     lowest, holds = min(targets.files), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it",
         int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
         no_lower(memory.budget_for(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
-        first_look(goal, options, deadline), finds=f", but the best file takes {format_bytes(lowest)}",
+        first_look(goal, options, deadline) if looks is None else looks,
+        finds=f", but the best file takes {format_bytes(lowest)}", least=memory.budget_for(plan.lower_bound),
     )  # fmt: skip
 
 
@@ -267,7 +274,7 @@ def _unlike(
     with work.stage("plan"):
         try:
             clock = work.deadline.sooner(seconds_per_file, 1.0)
-            plan = make_plan(goal, target, less, clock, known)
+            plan = make_plan(goal, target, less, clock, known, ())
         except BudgetInfeasibleError:
             return best
     if plan.schedule == best.plan.schedule:
@@ -312,7 +319,7 @@ def _corrected(
         with work.stage("plan"):
             try:
                 clock = work.deadline.sooner(reserve, 1.0)
-                plan = make_plan(closer, closer.target() - excess, less, clock, known)
+                plan = make_plan(closer, closer.target() - excess, less, clock, known, ())
             except BudgetInfeasibleError:
                 break
         if plan.schedule in known:

@@ -38,7 +38,7 @@ from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.prediction import Footprint
-from onnx_remat.units import Budget, format_bytes, parse_budget
+from onnx_remat.units import Budget, parse_budget
 from onnx_remat.write.decided import Rewritten
 
 
@@ -228,7 +228,9 @@ def _rewrite(
         fitted = within(job.goal, rival)
     except Refusal as refusal:
         budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
-        raise refusal.naming(budget, 0 if options.arena else memory.original_bytes) from None
+        named = refusal.naming(budget, 0 if options.arena else memory.original_bytes)
+        named.cut_short = job.deadline.cut_short
+        raise named from None
     job.wait_for(warmup, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):
@@ -370,7 +372,7 @@ def _why_kept(original: Original, slower: float | None) -> str:
     """Return why the original is the result: it keeps the budget, or no smaller one was found."""
     if slower is None:
         return "the original keeps this budget already"
-    if format_bytes(original.impossible_below(original.memory.least)) == format_bytes(original.taken):
+    if original.impossible_below(original.memory.least) >= original.taken:
         return "no smaller budget is possible"
     price = "time" if original.memory.run_by == "loop" else "compute"
     return f"no smaller budget was found that costs at most {100 * slower:g}% more {price}"

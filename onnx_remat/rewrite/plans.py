@@ -25,7 +25,11 @@ SEARCHES = ("search", "auto", "exact")
 
 REFUSAL_HEADROOM = 1.02  # headroom on the advised budget: another search may not find the same plan
 _ADVISED_EFFORT_FACTOR = 2.0  # factor on the effort that a refusal advises
-_LOOK_EFFORT = 1.0  # most effort of a first look; the plans that a search starts from may all be above the original
+_ANNEAL = ("search", "auto")  # selectors that find better plans with more effort
+LOOK_EFFORT = 1.0  # most effort of each search of a first look
+_LOOK_AIMS = (0.5, 0.2, 0.1)  # peaks that these aim at: parts of the way from the lower bound to the original's
+_LOOK_OPS = 10_000  # of the largest step for which there are such searches: their starts take longer than a second
+_FROM_LOOK = 0.5  # of the effort for a search from a plan of the first look
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +44,22 @@ class Plan:
     lower_bound: int
 
 
+Looks = tuple[Plan, ...]
+"""Plans of a first look, the lowest first."""
+
+
 def make_plan(
     goal: Goal,
     target: int,
     options: Options,
     deadline: Deadline,
     known_plans: tuple[Schedule, ...] = (),
+    looks: Looks | None = None,
 ) -> Plan:
     """Return the selector's plan for a peak of `target` bytes; raise Refusal where it and a first look find none.
 
-    `known_plans` are starting points, see `request.Request.known`.
+    `known_plans` are starting points, see `request.Request.known`. `looks` are those of a first look that was made
+    before: none, where a refusal advises nobody.
     """
     memory = goal.memory
     proved = memory.floor > target
@@ -58,11 +68,16 @@ def make_plan(
         plan = _selected(goal, target, options, deadline, known=known_plans)
         if plan.timeline.peak <= target:
             return plan
-    look = first_look(goal, options, deadline)
-    if look.timeline.peak <= target and not proved:  # it is as low as can be, whatever it recomputes
-        better = _selected(goal, target, options, deadline, known=(*known_plans, look.schedule))
-        return better if better.timeline.peak <= target else look
-    lowest = lowest_peak(plan or look, memory)
+    looks = first_look(goal, options, deadline) if looks is None else looks
+    if within := [look for look in looks if look.timeline.peak <= target and not proved]:
+        cheapest = min(within, key=lambda look: look.extra_compute)  # of plans made to be low, whatever they recompute
+        if options.selector not in SEARCHES:
+            return cheapest
+        less, known = replace(options, effort=options.work_seconds() * _FROM_LOOK), (*known_plans, cheapest.schedule)
+        better = _selected(goal, target, less, deadline, known=known)
+        return better if better.timeline.peak <= target else cheapest
+    tensors = memory.original_bytes - memory.bookkeeping
+    lowest = min((lowest_peak(each, memory) for each in (plan, *looks) if each is not None), default=tensors)
     found = memory.budget_for(lowest)
     why, finds = _refused(goal, target, lowest, options)
     raise Refusal(
@@ -70,8 +85,8 @@ def make_plan(
         0 if found >= memory.original_bytes or proved else int(found * REFUSAL_HEADROOM),
         None if proved else _lower(options),
         "" if proved else no_lower(memory.budget_for(memory.floor)),
-        min(lowest + memory.bookkeeping, memory.original_bytes), memory.floor + memory.bookkeeping, look,
-        found if proved and found < memory.original_bytes else 0, finds,
+        min(lowest + memory.bookkeeping, memory.original_bytes), memory.floor + memory.bookkeeping, looks,
+        found if proved and found < memory.original_bytes else 0, finds, memory.budget_for(memory.floor),
     )  # fmt: skip
 
 
@@ -80,22 +95,26 @@ def lowest_peak(plan: Plan, memory: Accounting) -> int:
     return plan.timeline.peak + memory.bookkeeping_per_node * (len(plan.schedule.order) - plan.compiled.problem.n_ops)
 
 
-def first_look(goal: Goal, options: Options, deadline: Deadline) -> Plan:
-    """Return the lowest plan of a few short searches: the same for every budget, unless the deadline ends them.
+def first_look(goal: Goal, options: Options, deadline: Deadline) -> Looks:
+    """Return the plans of a few short searches, the lowest first: the same for every budget unless time is up.
 
-    The plan of the lowest peak may recompute so many nodes that their bookkeeping takes more than is saved. Where it
-    takes more than half-way between the lower bound and the original, that peak is searched for, too.
+    The plan of the lowest peak may recompute so many nodes that their bookkeeping takes more than is saved. Searches
+    for higher peaks follow it, each for a lower one, as long as they find a plan.
     """
-    memory, short = goal.memory, replace(options, effort=min(_LOOK_EFFORT, options.work_seconds()))
-    middle = memory.target((memory.budget_for(memory.floor) + memory.original_bytes) // 2)
-    found: list[Plan] = []
-    for target, less in ((0, {"work": 1}), (0, {}), (middle, {})):
-        known = tuple(plan.schedule for plan in found)
-        found.append(_selected(goal, target, short, deadline, use_time=False, known=known, **less))
-        lowest = min(found, key=lambda plan: lowest_peak(plan, memory))
-        if lowest_peak(lowest, memory) <= middle:
+    memory, short = goal.memory, replace(options, effort=min(LOOK_EFFORT, options.work_seconds()))
+    found = [_selected(goal, 0, short, deadline, work=1, use_time=False)]
+    least, original = memory.budget_for(memory.floor), memory.original_bytes
+    for aim in _LOOK_AIMS if options.selector in _ANNEAL and memory.compiled.problem.n_ops <= _LOOK_OPS else ():
+        target = memory.target(least + int(aim * (original - least)))
+        if min(lowest_peak(plan, memory) for plan in found) <= target:
+            continue
+        if deadline.passed():
             break
-    return lowest
+        known = tuple(plan.schedule for plan in found)
+        found.append(_selected(goal, target, short, deadline, use_time=False, known=known))
+        if found[-1].timeline.peak > target:
+            break
+    return tuple(sorted(found, key=lambda plan: lowest_peak(plan, memory)))
 
 
 def as_it_is(goal: Goal) -> Plan:
@@ -145,21 +164,23 @@ class Refusal(BudgetInfeasibleError):
         The setting that may reach a lower budget.
     below : str
         The bytes below which there is no plan, as text; may be empty.
-    look : Plan
-        The lowest plan of a first look, the same whatever the budget is.
+    looks : Looks
+        Plans of a first look, the same whatever the budget is.
     looked : int
         A budget in bytes for which the first look finds a plan, or a file once one was written; 0 where it finds none
         below the original's memory.
     finds : str
         The end of the first part: the lowest that was found. It is left out where the first look's file is advised.
+    least : int
+        No budget below this many bytes can be kept; 0 where that is not known.
     """
 
     def __init__(
         self, why: str, candidate: int, lower: Setting | Message | None, below: str, best_peak_bytes: int,
-        lower_bound_bytes: int, look: Plan, looked: int = 0, finds: str = "",
+        lower_bound_bytes: int, looks: Looks, looked: int = 0, finds: str = "", least: int = 0,
     ) -> None:  # fmt: skip
         self.why, self.candidate, self.lower, self.below = why, candidate, lower, below
-        self.look, self.looked, self.finds = look, looked, finds
+        self.looks, self.looked, self.finds, self.least = looks, looked, finds, least
         self.best_peak_bytes, self.lower_bound_bytes = best_peak_bytes, lower_bound_bytes
         super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
 
@@ -178,7 +199,7 @@ class Refusal(BudgetInfeasibleError):
             advice = Message("try {}", self.lower)
         else:
             advice = Message("a first look finds none that takes less than the model as it is")
-            if taken and self.lower_bound_bytes * (1 + MARGIN) < taken:
+            if taken and self.least < taken:
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
                 asked = Setting("budget", as_budget(taken))

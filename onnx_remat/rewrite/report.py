@@ -175,8 +175,9 @@ class Report(Finding):
         return None
 
     def extra_time(self) -> float | None:
-        """Return the predicted time of a step over that of the original, less 1, both as a loop runs them here."""
-        return self.loop_after.slower_than(self.loop_before) if self.loop_before and self.loop_after else None
+        """Return the predicted time of a step over that of the original, less 1; None where a session runs them."""
+        loops = self.loops()
+        return loops[1].slower_than(loops[0]) if loops else None
 
     def books(self) -> int:
         """Return the covered bytes that no plan changes, estimated for the original."""
@@ -198,7 +199,7 @@ class Report(Finding):
         covered = WORDING[self.run_by].covered
         unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
-        time = (self.extra_time() if self.run_by == "loop" else None) or 0.0
+        time = self.extra_time() or 0.0
         slower = f" ({time:+.1%} predicted step time)" if abs(time) >= _SHOWN else ""
         return (
             f"{covered} {format_bytes(before)} -> {format_bytes(after)} ({change}), "

@@ -101,6 +101,7 @@ def test_the_lowest_budgets_hold(step):
         onnx_remat.plan_model(step, found.impossible_below - 3, effort=1.0)
 
 
+@pytest.mark.slow
 def test_a_first_look_searches_where_the_plans_that_it_starts_from_take_more_than_the_original():
     """Recompute of a GELU's parts is free in a kernel, and each node has its bookkeeping: "none below the original"."""
     torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from onnx_remat.errors import OnnxRematError, UsageError
 from onnx_remat.findings import sweep as sweeping
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.lowest import lowest_budget
-from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, sweep
+from onnx_remat.findings.sweep import Point, _front, _knee, _tried_apart, _try, sweep
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
 from onnx_remat.measure.profiling import _by_node, profile
@@ -26,7 +26,7 @@ from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.selectors import silent
 from onnx_remat.process import child
-from onnx_remat.rewrite.original import Original
+from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.units import format_bytes
 from sample_models.chain import chain
 from tests.support.graphs import mlp
@@ -46,13 +46,25 @@ def test_a_curve_is_monotone_and_its_knee_lies_on_it(curve):
     assert curve.to_text().splitlines()[1 + curve.knee].endswith("knee")
 
 
-def test_a_curve_states_memory_and_predicted_time_and_the_bound_of_an_estimate(curve):
-    head, first, *others = curve.to_text().splitlines()
-    assert head.split("  ")[0].strip() == "memory" and "predicted step time" in head
-    assert curve.points[0].extra_time == pytest.approx(0, abs=1e-4) and "+0.00%" in first
+def test_a_curve_states_memory_and_the_bound_of_an_estimate(curve):
+    """The time of a step is predicted for a loop, not for a session, which runs no kernels."""
+    head, *others = curve.to_text().splitlines()
+    assert head.split("  ")[0].strip() == "memory" and "predicted step time" not in head
+    assert {point.extra_time for point in curve.points} == {None}
     bound = estimate(mlp(layers=6, batch=256, width=32), run_by="session").impossible_below
     assert curve.impossible_below == bound
     assert f"impossible: any budget below {format_bytes(bound)}" in others
+
+
+def test_a_curve_of_a_loop_states_the_predicted_time_of_a_step():
+    curve = sweep(chain(6, 512, 64), 2, effort=0.05, run_by="loop")
+    head, *_ = curve.to_text().splitlines()
+    assert "predicted step time" in head and curve.points[0].extra_time == pytest.approx(0, abs=1e-4)
+
+
+def test_a_budget_that_the_clock_cut_off_is_noted():
+    budget = int(1.1 * estimate(chain(60, 1024, 64)).impossible_below)
+    assert _try(begin(chain(60, 1024, 64), {"time_limit": 0.8}), budget) == (None, 0, True)
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.rewrite import fit, plans
+from onnx_remat.rewrite.accounting import Goal
+from onnx_remat.rewrite.original import begin
 from sample_models.chain import chain
 from tests.support.graphs import SAMPLES
 
@@ -59,11 +61,11 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
     """
     tried, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
 
-    def planned(goal, target, options, deadline, starts):
+    def planned(goal, target, options, deadline, starts, *looks):
         tried.append((target, starts))
         if len(tried) == 2:
             raise BudgetInfeasibleError("none found", 0, 0)
-        return make_plan(goal, target, options, deadline, starts)
+        return make_plan(goal, target, options, deadline, starts, *looks)
 
     def taken(plan, goal, *rest):
         worst, made = as_file(plan, goal, *rest)
@@ -123,12 +125,12 @@ def test_files_that_miss_the_budget_by_little_again_and_again_lead_to_no_dear_pl
 
 
 def test_what_a_first_look_finds_is_improved(monkeypatch):
-    """Its plan is the lowest that it can find, whatever it recomputes."""
+    """Its plans are made to be low, whatever they recompute."""
     looks = []
 
     def refused(goal, work, *_):
-        looks.append(plans.first_look(goal, work.options, work.deadline))
-        raise plans.Refusal("no file", 0, None, "", 0, 0, looks[-1])
+        looks.extend(plans.first_look(goal, work.options, work.deadline))
+        raise plans.Refusal("no file", 0, None, "", 0, 0, tuple(looks))
 
     monkeypatch.setattr(fit, "_attempts", refused)
     report = onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none").report
@@ -138,15 +140,30 @@ def test_what_a_first_look_finds_is_improved(monkeypatch):
 
 def test_a_plan_that_only_a_first_look_finds_is_improved(monkeypatch):
     """The search from its own starts finds none within the target."""
-    looks, made, selected, make_plan = [], [], plans._selected, fit.make_plan
+    looks, made, selected, make_plan, first_look = [], [], plans._selected, fit.make_plan, plans.first_look
 
     def lost(goal, target, options, deadline, known=(), **more):
         plan = selected(goal, target, options, deadline, known=known, **more)
-        if not target:
-            looks.append(plan)
         return plan if known or not target else replace(plan, timeline=replace(plan.timeline, peak=10**12))
 
+    def look(*given):
+        looks.extend(first_look(*given))
+        return tuple(looks)
+
     monkeypatch.setattr(plans, "_selected", lost)
+    monkeypatch.setattr(plans, "first_look", look)
     monkeypatch.setattr(fit, "make_plan", lambda *given: made.append(make_plan(*given)) or made[-1])
     onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
-    assert made[0].extra_compute < looks[-1].extra_compute
+    assert made[0].extra_compute < min(plan.extra_compute for plan in looks)
+
+
+def test_every_plan_of_a_first_look_is_tried(monkeypatch):
+    """The lowest with its bookkeeping is first; another may have the lower peak of tensors."""
+    original = begin(chain(16, 1024, 64), {"effort": 0.1, "selector": "sqrt_n"})
+    goal = Goal(original.memory.original_bytes, original.memory)
+    whole = plans.as_it_is(goal)
+    low = replace(whole, timeline=replace(whole.timeline, peak=goal.memory.floor + 1))
+    monkeypatch.setattr(plans, "_selected", lambda *_, **__: whole)
+    target = (whole.timeline.peak + low.timeline.peak) // 2
+    found = plans.make_plan(goal, target, original.options, original.deadline, (), (whole, low))
+    assert found.timeline.peak <= target
