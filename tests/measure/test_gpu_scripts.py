@@ -276,6 +276,7 @@ def test_figures_are_compared_with_pytorchs_own_step_alone():
     assert gpu_budgeted.apart([np.nan, 1.0], [np.nan, 1.0]) == 0 and np.isnan(gpu_budgeted.apart([np.nan], [1.0]))
 
 
+@pytest.mark.slow
 def test_a_part_of_the_day_may_fail_or_be_cut_off_and_the_others_run(monkeypatch, tmp_path):
     for name, does in {
         "quick": "open('ran', 'a').write('quick')",
