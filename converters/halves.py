@@ -44,7 +44,8 @@ def on_cpu(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> OnCPU:
     """Return a step and its feeds with half precision widened, if there is any."""
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     narrow = {str(value.name): value.dtype.numpy() for value in values if value.dtype in HALVES}
-    if narrow:
+    inner = (value for node in ir.traversal.RecursiveGraphIterator(model.graph) for value in node.outputs)
+    if narrow or any(value.dtype in HALVES for value in inner):
         model, feeds = widened(model), {name: wide(feed) for name, feed in feeds.items()}
     return OnCPU(ir.to_proto(model), dict(feeds), narrow)
 

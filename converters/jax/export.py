@@ -120,8 +120,8 @@ def check_types(step: TracedStep) -> None:
     for name, value in step.inputs.items():
         if value.dtype == kernels.BFLOAT16:
             raise ConversionError(
-                f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, and cast inside the loss; "
-                "for a GPU, call export_training_step with provider='cuda'"
+                f"{name} is bfloat16, which ONNX Runtime's CPU does not take: give float32, also as an optimizer's "
+                "state, and cast inside the loss; for a GPU, call export_training_step with provider='cuda'"
             )
 
 

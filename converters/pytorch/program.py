@@ -75,26 +75,31 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WITH_NUMBERS = {
     *(getattr(getattr(torch.ops.aten, name), kind)
       for name in ("add", "sub", "mul", "div", "rsub") for kind in ("Tensor", "Scalar")),
-    torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default, torch.ops.aten.lerp.Scalar,
+    *(torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default, torch.ops.aten.lerp.Scalar,
+      torch.ops.aten.lerp.Tensor),
 }  # fmt: skip
-"""Operators in which torch computes by a number in float32, whatever the type of the tensors."""
+"""Operators in which torch computes by a number in float32, whatever the type of the tensors, on a GPU; on the CPU it
+rounds those that are added, or multiplied before."""
 
 
 def _widen_updates(graph: Graph) -> None:
     """Compute by numbers that half precision does not hold in float32, as torch does, where state is renewed.
 
-    The exporter rounds numbers to the type of the tensors: a second moment that decays by 0.99 would decay by 0.988 in
-    bfloat16. Elsewhere the rounded number serves both a value and its gradient, and needs no copies in float32.
+    The exporter rounds numbers, and tensors without dimensions, such as a learning rate, to the type of the others: a
+    second moment that decays by 0.99 would decay by 0.988 in bfloat16. Elsewhere the rounded number serves both a value
+    and its gradient, and needs no copies in float32.
     """
     for node in list(graph.nodes):
         dtype = getattr(node.meta.get("val"), "dtype", None)
-        numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]
+        numbers = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
         in_update = (node.meta.get("custom") or {}).get("phase") == "optimizer"
         if node.target not in _WITH_NUMBERS or dtype not in _HALVES or not in_update:
             continue
-        if all(torch.tensor(number, dtype=dtype).item() == number for number in numbers):
+        made = {source: source.meta["val"] for source in node.all_input_nodes}
+        exact = all(torch.tensor(number, dtype=dtype).item() == number for number in numbers)
+        if exact and all(value.dtype == dtype or not value.dtype.is_floating_point for value in made.values()):
             continue
-        for source in [source for source in node.all_input_nodes if source.meta["val"].dtype == dtype]:
+        for source in [source for source, value in made.items() if value.dtype != torch.float32]:
             with graph.inserting_before(node):
                 node.replace_input_with(source, _cast(graph, source, torch.float32, node))
         node.meta = node.meta | {"val": node.meta["val"].to(torch.float32)}

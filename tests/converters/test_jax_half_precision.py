@@ -101,3 +101,22 @@ def test_an_unknown_provider_is_refused():
     params, batch = example(text, jnp.float32)
     with pytest.raises(UsageError, match="provider 'tpu': use 'cpu' or 'cuda'"):
         export_training_step(text, params, *batch, provider="tpu")
+
+
+@pytest.mark.parametrize("within", ["if", "scan"])
+def test_half_precision_inside_a_body_alone_is_kept_and_checked(within):
+    def inside(x):
+        return jnp.tanh(x.astype(jnp.bfloat16) * 2).astype(jnp.float32)
+
+    def loss(params, x):
+        x = x @ params["w"]
+        if within == "if":
+            x = jax.lax.cond(x.sum() > 0, inside, lambda x: x, x)
+        else:
+            x, _ = jax.lax.scan(lambda x, _: (inside(x), None), x, length=70)
+        return x.mean()
+
+    params, x = {"w": jnp.ones((3, 3)) / 3}, jnp.arange(6.0).reshape(2, 3)
+    step = export_training_step(loss, params, x, provider="cuda")
+    bodies = [attribute.g for node in step.graph.node for attribute in node.attribute if attribute.HasField("g")]
+    assert any(value.type.tensor_type.elem_type in HALVES for body in bodies for value in body.value_info)
