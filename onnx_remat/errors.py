@@ -82,12 +82,12 @@ class BudgetInfeasibleError(OnnxRematError):
     """
 
     exit_code = 3
+    cut_short = False
 
     def __init__(self, message: str, best_peak_bytes: int, lower_bound_bytes: int) -> None:
         super().__init__(message)
         self.best_peak_bytes = best_peak_bytes
         self.lower_bound_bytes = lower_bound_bytes
-        self.cut_short = False
 
 
 class ModelError(OnnxRematError):

@@ -94,6 +94,11 @@ class Accounting(ABC):
         """Return the least budget that plans with this peak keep."""
         return smallest_budget(peak, self.bookkeeping)
 
+    @property
+    def covered(self) -> int:
+        """Bytes of the original that count against a budget: `original_bytes`, with the arena where that covers it."""
+        return self.original_bytes
+
     @cached_property
     def saved_by_runtime(self) -> int:
         """Bytes by which the original, as ONNX Runtime runs it, peaks below the problem that is planned.
@@ -184,11 +189,14 @@ class SessionMemory(Accounting):
     ----------
     arena : bool
         Does the budget also cover the arena?
+    with_arena : int
+        Bytes of the original with its arena, where the budget covers that.
     level : str
         The optimisation level at which files keep the budget, one of `options.LEVELS`.
     """
 
     arena: bool = False
+    with_arena: int = 0
     level: str = "every"
 
     run_by = "session"
@@ -200,11 +208,16 @@ class SessionMemory(Accounting):
         """Return the accounting of a step; `by_level`: as it is executed at the levels that the budget is for."""
         most = max(each.timeline.peak for each in by_level.values())
         made = cls(compiled, compiled.problem, most, arena=options.arena)
+        made = replace(made, with_arena=made.arena_bytes(by_level))
         if options.level == "every" or not runtime.available() or by_level["all"].emulated:
             return made  # where nothing is known of what is fused, files keep the budget with nothing fused
         default = by_level["all"].compiled
         outside = outside_fusions(made.own, compiled, default.graph)
         return replace(made, level=options.level, optimized=default.problem, outside=outside)
+
+    @property
+    def covered(self) -> int:
+        return max(self.original_bytes, self.with_arena)
 
     @cached_property
     def saved_by_runtime(self) -> int:

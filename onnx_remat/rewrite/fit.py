@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,12 @@ from onnx_remat.rewrite.accounting import MARGIN, Goal, LoopMemory, SessionMemor
 from onnx_remat.rewrite.plans import (
     REFUSAL_HEADROOM,
     SEARCHES,
-    Looks,
     Plan,
     Refusal,
     TooLittleTime,
     first_look,
     make_plan,
+    no_look,
     no_lower,
     untried,
 )
@@ -134,7 +135,9 @@ def fit(
             look, alone = refusal.looks[0], replace(direct, values=set())
             worst, best = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
             if worst > goal.allowed:
-                refusal.looked = worst if worst < goal.memory.original_bytes else 0
+                if work.options.arena:  # which buffers are shared, and so what the arena takes, depends on the budget
+                    worst = int(worst * REFUSAL_HEADROOM)
+                refusal.looked = worst if worst < goal.memory.covered else 0
                 raise
             if _can_correct(goal, work.options, best):
                 best = _corrected(best, best, goal, work, seconds_per_file, known, direct, []) or best
@@ -186,7 +189,7 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     best: Fitted | None = None
     missed: Fitted | None = None  # the best file that exceeds the budget
     refused: BudgetInfeasibleError | None = None
-    looks: Looks | None = None
+    look = cache(lambda: first_look(goal, options, deadline.sooner(seconds_per_file, 1.0)))
     whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS + MOST_GROWN):
@@ -199,11 +202,10 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
                 part = _LATER_PLAN_EFFORT if plans and not (whole or targets.files_before_going_above) else 1.0
                 less = replace(options, effort=options.work_seconds() * part) if part < 1 else options
                 starts = (*known, *plans[targets.files_before_going_above :])
-                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts, looks)
+                plan = make_plan(goal, target, less, deadline.sooner(seconds_per_file, share), starts, look)
                 plans = (*plans, plan.schedule)
             except BudgetInfeasibleError as refusal:
                 _log.info("target %s: %s", format_bytes(target), refusal)
-                looks = refusal.looks if isinstance(refusal, Refusal) else looks
                 if not plans and target < goal.target():  # no wonder
                     targets.next = goal.target()
                 elif not plans and (refused or memory.floor > target or not memory.saved_by_runtime):
@@ -242,17 +244,17 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     if best is not None:
         return best
     if refused:
-        if isinstance(refused, Refusal) and targets.files and min(targets.files) < refused.best_peak_bytes:
-            refused.best_peak_bytes = min(targets.files)
-            refused.candidate = int(refused.best_peak_bytes * REFUSAL_HEADROOM)
+        least = min([*targets.files, memory.covered])
+        if isinstance(refused, Refusal) and least < min(refused.best_peak_bytes, memory.covered):
+            refused.best_peak_bytes, refused.candidate = least, int(least * REFUSAL_HEADROOM)
+            refused.finds = f": the best file takes {format_bytes(least)}"
         raise refused
     lowest, holds = min(targets.files), " with its arena" if options.arena else ""
     raise Refusal(
         f"no file found that ONNX Runtime runs under budget {format_bytes(allowed)}{holds}: plans keep it",
-        int(lowest * REFUSAL_HEADROOM) if lowest < memory.original_bytes else 0, None,
+        int(lowest * REFUSAL_HEADROOM) if lowest < memory.covered else 0, None,
         no_lower(memory.budget_for(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
-        first_look(goal, options, deadline) if looks is None else looks,
-        finds=f", but the best file takes {format_bytes(lowest)}", least=memory.budget_for(plan.lower_bound),
+        look(), finds=f", but the best file takes {format_bytes(lowest)}", least=memory.budget_for(plan.lower_bound),
     )  # fmt: skip
 
 
@@ -274,7 +276,7 @@ def _unlike(
     with work.stage("plan"):
         try:
             clock = work.deadline.sooner(seconds_per_file, 1.0)
-            plan = make_plan(goal, target, less, clock, known, ())
+            plan = make_plan(goal, target, less, clock, known, no_look)
         except BudgetInfeasibleError:
             return best
     if plan.schedule == best.plan.schedule:
@@ -319,7 +321,7 @@ def _corrected(
         with work.stage("plan"):
             try:
                 clock = work.deadline.sooner(reserve, 1.0)
-                plan = make_plan(closer, closer.target() - excess, less, clock, known, ())
+                plan = make_plan(closer, closer.target() - excess, less, clock, known, no_look)
             except BudgetInfeasibleError:
                 break
         if plan.schedule in known:
@@ -350,7 +352,7 @@ def _check_time(goal: Goal, options: Options, deadline: Deadline, seconds_per_fi
             Setting("time_limit", options.time_limit), goal.memory.compiled.graph.n_nodes(), seconds_per_file,
             Setting("time_limit", enough), untried(goal.memory),
         ),
-        goal.memory.original_bytes, goal.memory.least + goal.memory.bookkeeping,
+        goal.memory.covered, goal.memory.least + goal.memory.bookkeeping,
     )  # fmt: skip
 
 

@@ -96,5 +96,5 @@ def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetI
             Setting("time_limit", options.time_limit), TRIALS, math.ceil(enough), Setting("time_limit", advised),
             untried(memory),
         ),
-        memory.original_bytes, memory.least + memory.bookkeeping,
+        memory.covered, memory.least + memory.bookkeeping,
     )  # fmt: skip

@@ -80,7 +80,7 @@ class Original:
     @property
     def taken(self) -> int:
         """Bytes that count against a budget: the covered memory, with the arena where the budget covers that."""
-        return max(self.memory.original_bytes, self.memory.arena_bytes(self.by_level))
+        return self.memory.covered
 
     def peaks_by_level(self) -> dict[str, int]:
         """Return the peak of a plain session's tensors, in bytes, at each level that budgets are for."""

@@ -118,7 +118,9 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     try:
         return make_plan(job.goal, job.goal.target(), original.options, job.deadline)
     except Refusal as refusal:
-        raise refusal.naming(refusal.candidate or refusal.looked) from None
+        named = refusal.naming(refusal.candidate or refusal.looked)
+        named.cut_short = job.deadline.cut_short and not refusal.proved
+        raise named from None
 
 
 @worker.device_left()
@@ -228,8 +230,8 @@ def _rewrite(
         fitted = within(job.goal, rival)
     except Refusal as refusal:
         budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
-        named = refusal.naming(budget, 0 if options.arena else memory.original_bytes)
-        named.cut_short = job.deadline.cut_short
+        named = refusal.naming(budget, memory.covered)
+        named.cut_short = job.deadline.cut_short and not refusal.proved
         raise named from None
     job.wait_for(warmup, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
@@ -252,7 +254,7 @@ def _to_ask_for(refusal: Refusal, job: Job, within: Callable[[Goal], Fitted]) ->
     time for a second one: then only the first look counts.
     """
     found, again = refusal.looked, refusal
-    most = job.goal.memory.original_bytes
+    most = job.goal.memory.covered
     for _ in range(_TRIED_BUDGETS if job.original.options.effort is not None else 0):
         candidate = again.candidate
         if not 0 < candidate < min(found or most, most):

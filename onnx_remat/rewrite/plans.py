@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,12 +55,12 @@ def make_plan(
     options: Options,
     deadline: Deadline,
     known_plans: tuple[Schedule, ...] = (),
-    looks: Looks | None = None,
+    look: Callable[[], Looks] | None = None,
 ) -> Plan:
     """Return the selector's plan for a peak of `target` bytes; raise Refusal where it and a first look find none.
 
-    `known_plans` are starting points, see `request.Request.known`. `looks` are those of a first look that was made
-    before: none, where a refusal advises nobody.
+    `known_plans` are starting points, see `request.Request.known`; `look` makes the first look, or returns one that was
+    made before.
     """
     memory = goal.memory
     proved = memory.floor > target
@@ -68,9 +69,9 @@ def make_plan(
         plan = _selected(goal, target, options, deadline, known=known_plans)
         if plan.timeline.peak <= target:
             return plan
-    looks = first_look(goal, options, deadline) if looks is None else looks
-    if within := [look for look in looks if look.timeline.peak <= target and not proved]:
-        cheapest = min(within, key=lambda look: look.extra_compute)  # of plans made to be low, whatever they recompute
+    looks = look() if look else first_look(goal, options, deadline)
+    if within := [each for each in looks if each.timeline.peak <= target and not proved]:
+        cheapest = min(within, key=lambda each: each.extra_compute)  # of plans made to be low, whatever they recompute
         if options.selector not in SEARCHES:
             return cheapest
         less, known = replace(options, effort=options.work_seconds() * _FROM_LOOK), (*known_plans, cheapest.schedule)
@@ -88,6 +89,11 @@ def make_plan(
         min(lowest + memory.bookkeeping, memory.original_bytes), memory.floor + memory.bookkeeping, looks,
         found if proved and found < memory.original_bytes else 0, finds, memory.budget_for(memory.floor),
     )  # fmt: skip
+
+
+def no_look() -> Looks:
+    """Return no plans, in place of a first look, where a refusal advises nobody."""
+    return ()
 
 
 def lowest_peak(plan: Plan, memory: Accounting) -> int:
@@ -184,6 +190,11 @@ class Refusal(BudgetInfeasibleError):
         self.best_peak_bytes, self.lower_bound_bytes = best_peak_bytes, lower_bound_bytes
         super().__init__(self._text(candidate or looked), best_peak_bytes, lower_bound_bytes)
 
+    @property
+    def proved(self) -> bool:
+        """Is no plan possible?"""
+        return not self.below
+
     def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
         """Return the same error advising `budget`; 0 for no budget but `taken`, the original's memory."""
         best = min(found for found in (self.best_peak_bytes, budget, self.looked) if found)
@@ -210,6 +221,8 @@ class Refusal(BudgetInfeasibleError):
 
 class TooLittleTime(BudgetInfeasibleError):
     """A time limit that was asked for ends before a file could be written: nothing is known about the budget."""
+
+    cut_short = True
 
 
 def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[str, str]:
@@ -245,5 +258,5 @@ def no_lower(least: int) -> str:
 
 def untried(memory: Accounting) -> str:
     """Return the end of a refusal for lack of time: the figures that are known without a plan."""
-    as_it_is, least = memory.original_bytes, min(memory.budget_for(memory.least), memory.original_bytes)
+    as_it_is, least = memory.covered, min(memory.budget_for(memory.least), memory.covered)
     return f"no plan was tried: the model as it is takes {format_bytes(as_it_is)}, and {no_lower(least)}"

@@ -12,13 +12,14 @@ import pytest
 
 import onnx_remat
 from onnx_remat.app.cli import main
-from onnx_remat.errors import ModelError, VerificationError
+from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.findings.check import CheckResult, check
 from onnx_remat.findings.explain import explain
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.write.decided import ARENA_KEY, RECOMPUTE_KEY
+from sample_models.chain import chain
 from tests.support.graphs import mlp
 
 pytest.importorskip("onnxruntime")
@@ -183,6 +184,16 @@ def test_a_budget_that_covers_the_arena_is_compared_with_the_arena(small, tmp_pa
     assert "with ONNX Runtime's arena it takes" in found.to_text()
     less = dataclasses.replace(found, budget=found.reserved - 1)
     assert less.lost and not less.kept and max(less.peaks_by_level.values()) <= less.budget
+
+
+def test_a_refused_budget_with_the_arena_advises_one_with_the_arena():
+    """The file takes less than the original does with its arena, though more than the original's tensors."""
+    step, options = chain(3, 64, 64), {"run_by": "session", "arena": True, "effort": 0.05, "verify": "none"}
+    with pytest.raises(BudgetInfeasibleError) as refused:
+        onnx_remat.rewrite_model(step, 67803, **options)
+    advised = refused.value.settings["budget"]
+    report = onnx_remat.rewrite_model(step, advised, **options).report
+    assert report.covered_after <= report.budget == advised < report.covered_before
 
 
 @pytest.mark.parametrize("command", ["check", "explain"])

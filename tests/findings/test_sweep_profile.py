@@ -26,6 +26,7 @@ from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.plan.selectors import silent
 from onnx_remat.process import child
+from onnx_remat.rewrite import pipeline, plans
 from onnx_remat.rewrite.original import Original, begin
 from onnx_remat.units import format_bytes
 from sample_models.chain import chain
@@ -62,9 +63,14 @@ def test_a_curve_of_a_loop_states_the_predicted_time_of_a_step():
     assert "predicted step time" in head and curve.points[0].extra_time == pytest.approx(0, abs=1e-4)
 
 
-def test_a_budget_that_the_clock_cut_off_is_noted():
-    budget = int(1.1 * estimate(chain(60, 1024, 64)).impossible_below)
-    assert _try(begin(chain(60, 1024, 64), {"time_limit": 0.8}), budget) == (None, 0, True)
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_budget_that_the_clock_cut_off_is_noted_unless_a_proof_refuses_it(proved, monkeypatch):
+    def refused(goal, work, *_, **__):
+        work.deadline.cut_short = True
+        raise plans.Refusal("no plan", 0, None, "" if proved else "below 1 MB there is none", 1, 1, ())
+
+    monkeypatch.setattr(pipeline, "fit", refused)
+    assert _try(begin(chain(6, 512, 64), {"effort": 0.05}), 10**6) == (None, 0, not proved)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_a_plan_that_only_a_first_look_finds_is_improved(monkeypatch):
         return tuple(looks)
 
     monkeypatch.setattr(plans, "_selected", lost)
-    monkeypatch.setattr(plans, "first_look", look)
+    monkeypatch.setattr(fit, "first_look", look)
     monkeypatch.setattr(fit, "make_plan", lambda *given: made.append(make_plan(*given)) or made[-1])
     onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
     assert made[0].extra_compute < min(plan.extra_compute for plan in looks)
@@ -165,5 +165,5 @@ def test_every_plan_of_a_first_look_is_tried(monkeypatch):
     low = replace(whole, timeline=replace(whole.timeline, peak=goal.memory.floor + 1))
     monkeypatch.setattr(plans, "_selected", lambda *_, **__: whole)
     target = (whole.timeline.peak + low.timeline.peak) // 2
-    found = plans.make_plan(goal, target, original.options, original.deadline, (), (whole, low))
+    found = plans.make_plan(goal, target, original.options, original.deadline, (), lambda: (whole, low))
     assert found.timeline.peak <= target

@@ -53,9 +53,7 @@ def tried(
             raise BudgetInfeasibleError("none", 300, 300)
         return Trial(budget + more, (1000 - budget - more) / 1000)
 
-    step = Step(
-        options, SimpleNamespace(original_bytes=1000, least=100, bookkeeping=0, budget_for=int), seconds_per_file
-    )
+    step = Step(options, SimpleNamespace(covered=1000, least=100, bookkeeping=0, budget_for=int), seconds_per_file)
     return least_budget(step, slower, Deadline(options.time_limit), attempt).nbytes, attempts
 
 
