@@ -123,11 +123,15 @@ class MissingExtraError(OnnxRematError, ImportError):
 def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the closest match of `name` in `names`, None where none is close; the dashes of flags do not count.
 
+    A slip adds or drops two letters at most.
+
     >>> closest("bath", ["batch", "length"]), closest("bath", ["n"]), closest("--effort", ["--for"])
     ('batch', None, None)
     """
+    bare = name.lstrip("-")
     known = {each.lstrip("-"): each for each in names}
-    return next((known[each] for each in difflib.get_close_matches(name.lstrip("-"), known, n=1, cutoff=0.7)), None)
+    near = [each for each in known if abs(len(each) - len(bare)) <= 2]
+    return next((known[each] for each in difflib.get_close_matches(bare, near, n=1)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

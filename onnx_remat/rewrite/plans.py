@@ -102,7 +102,9 @@ def lowest_peak(plan: Plan, memory: Accounting) -> int:
 
 
 def first_look(goal: Goal, options: Options, deadline: Deadline) -> Looks:
-    """Return the plans of a few short searches, the lowest first: the same for every budget unless time is up.
+    """Return the plans of a few short searches, the lowest first.
+
+    Unless time is up they are the same for every budget, and for every effort of at least `LOOK_EFFORT`.
 
     The plan of the lowest peak may recompute so many nodes that their bookkeeping takes more than is saved. Searches
     for higher peaks follow it, each for a lower one, as long as they find a plan.
