@@ -75,11 +75,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 _WITH_NUMBERS = {
     *(getattr(getattr(torch.ops.aten, name), kind)
       for name in ("add", "sub", "mul", "div", "rsub") for kind in ("Tensor", "Scalar")),
-    *(torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default, torch.ops.aten.lerp.Scalar,
-      torch.ops.aten.lerp.Tensor),
+    torch.ops.aten.addcmul.default, torch.ops.aten.addcdiv.default,
+    torch.ops.aten.lerp.Scalar, torch.ops.aten.lerp.Tensor,
 }  # fmt: skip
-"""Operators in which torch computes by a number in float32, whatever the type of the tensors, on a GPU; on the CPU it
-rounds those that are added, or multiplied before."""
+"""Operators in which torch on a GPU computes by a number in float32, whatever the type of the tensors; on the CPU it
+rounds a number that is added, or that multiplies what is added."""
 
 
 def _widen_updates(graph: Graph) -> None:
