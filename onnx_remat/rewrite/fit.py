@@ -27,6 +27,7 @@ from onnx_remat.rewrite.accounting import MARGIN, Goal, LoopMemory, SessionMemor
 from onnx_remat.rewrite.plans import (
     REFUSAL_HEADROOM,
     SEARCHES,
+    Looks,
     Plan,
     Refusal,
     TooLittleTime,
@@ -121,26 +122,36 @@ def fit(
         Neither keeps the budget. It carries the bytes of the first look's file, which is the same for every budget, so
         that the advised budget is one that was tried.
     """
-    direct = Direct.of(goal.memory.compiled)
+    direct, options, deadline = Direct.of(goal.memory.compiled), work.options, work.deadline
+    look = cache(lambda: first_look(goal, options, deadline.sooner(seconds_per_file, 1.0)))
+
+    def from_looks(looks: Looks) -> tuple[int, Fitted]:
+        worst, best = _lowest_file(looks, goal, work, seconds_per_file, direct)
+        if worst <= goal.allowed and _can_correct(goal, options, best):
+            best = _corrected(best, best, goal, work, seconds_per_file, known, direct, []) or best
+        return worst, best
+
     try:
-        best = _attempts(goal, work, seconds_per_file, known, direct)
+        best = _attempts(goal, work, seconds_per_file, known, direct, look)
+        hard = look.cache_info().currsize > 0  # a plan was refused
+        if hard and rival is None and _can_correct(goal, options, best) and not deadline.ends_within(seconds_per_file):
+            taken, other = from_looks(look())
+            if taken <= goal.allowed and other.preference() < best.preference():
+                best = other
     except TooLittleTime:
         if rival is None:
             raise
         best = rival
     except Refusal as refusal:
         if rival is None:
-            if work.deadline.ends_within(seconds_per_file):
+            if deadline.ends_within(seconds_per_file):
                 raise
-            look, alone = refusal.looks[0], replace(direct, values=set())
-            worst, best = _written_and_simulated(look, goal, look.timeline.peak, work, alone)
-            if worst > goal.allowed:
-                if work.options.arena:  # which buffers are shared, and so what the arena takes, depends on the budget
-                    worst = int(worst * REFUSAL_HEADROOM)
-                refusal.looked = worst if worst < goal.memory.covered else 0
+            taken, best = from_looks(refusal.looks)
+            if taken > goal.allowed:
+                if options.arena:  # which buffers are shared, and so what the arena takes, depends on the budget
+                    taken = int(taken * REFUSAL_HEADROOM)
+                refusal.looked = taken if taken < goal.memory.covered else 0
                 raise
-            if _can_correct(goal, work.options, best):
-                best = _corrected(best, best, goal, work, seconds_per_file, known, direct, []) or best
         else:
             best = rival
     if rival is not None and rival.preference() < best.preference():
@@ -177,7 +188,14 @@ def for_budget(made: Fitted, allowed: int) -> Fitted:
     return replace(made, plan=replace(made.plan, budget=allowed))
 
 
-def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Schedule, ...], direct: Direct) -> Fitted:
+def _attempts(
+    goal: Goal,
+    work: Work,
+    seconds_per_file: float,
+    known: tuple[Schedule, ...],
+    direct: Direct,
+    look: Callable[[], Looks],
+) -> Fitted:
     """Plan, write and simulate the file, until it is within the budget; see `Targets` for what is tried.
 
     No plan begins if its file could not be simulated before `deadline`: each leaves the time that the previous file
@@ -189,7 +207,6 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
     best: Fitted | None = None
     missed: Fitted | None = None  # the best file that exceeds the budget
     refused: BudgetInfeasibleError | None = None
-    look = cache(lambda: first_look(goal, options, deadline.sooner(seconds_per_file, 1.0)))
     whole = False  # whether later plans take the whole effort, too
     _check_time(goal, options, deadline, seconds_per_file)
     for _ in range(_MOST_PLANS + MOST_GROWN):
@@ -256,6 +273,20 @@ def _attempts(goal: Goal, work: Work, seconds_per_file: float, known: tuple[Sche
         no_lower(memory.budget_for(plan.lower_bound)), lowest, plan.lower_bound + memory.bookkeeping,
         look(), finds=f", but the best file takes {format_bytes(lowest)}", least=memory.budget_for(plan.lower_bound),
     )  # fmt: skip
+
+
+def _lowest_file(looks: Looks, goal: Goal, work: Work, seconds_per_file: float, direct: Direct) -> tuple[int, Fitted]:
+    """Return the file that takes the least of those of a first look's plans, and its bytes; later ones if time is left.
+
+    The plan of the lowest peak need not have the lowest file: a file takes more than its plan by what buffers of
+    different lifetimes leave free between them.
+    """
+    made: list[tuple[int, Fitted]] = []
+    for look in looks:
+        if made and work.deadline.ends_within(seconds_per_file):
+            break
+        made.append(_written_and_simulated(look, goal, look.timeline.peak, work, replace(direct, values=set())))
+    return min(made, key=lambda each: each[0])
 
 
 def _unlike(

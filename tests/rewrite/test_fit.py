@@ -167,3 +167,23 @@ def test_every_plan_of_a_first_look_is_tried(monkeypatch):
     target = (whole.timeline.peak + low.timeline.peak) // 2
     found = plans.make_plan(goal, target, original.options, original.deadline, (), lambda: (whole, low))
     assert found.timeline.peak <= target
+
+
+def test_every_file_of_a_first_look_is_tried(monkeypatch):
+    """The plan of the lowest peak has a file that takes too much here; the file of the next keeps the budget."""
+    as_file, looks = fit._written_and_simulated, []
+
+    def refused(goal, work, *_):
+        looks.extend(plans.first_look(goal, work.options, work.deadline))
+        looks.append(replace(looks[0], schedule=plans.as_it_is(goal).schedule, extra_compute=0.0))
+        raise plans.Refusal("no file", 0, None, "", 0, 0, tuple(looks))
+
+    def taken(plan, goal, *rest):
+        _, made = as_file(plan, goal, *rest)
+        return (goal.allowed - 1 if plan is looks[-1] else 2 * goal.allowed), made
+
+    monkeypatch.setattr(fit, "_attempts", refused)
+    monkeypatch.setattr(fit, "_written_and_simulated", taken)
+    monkeypatch.setattr(fit, "_can_correct", lambda *_: False)
+    result = onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
+    assert len(looks) > 1 and result.report.extra_compute == 0
