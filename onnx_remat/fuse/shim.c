@@ -12,6 +12,9 @@
  * A kernel without code of its own is a convolution, see convolution.c, or runs on a CUDA device: then Python has loaded
  * it with the driver, and a node launches it on ONNX Runtime's stream.
  *
+ * onnx_remat::Copy is found in the same table: it copies a value between a device and the host beside the kernels, on a
+ * stream of its own, or lets ONNX Runtime's stream wait for such a copy.
+ *
  * An output may lie exactly where an input does that is read element by element: kernels read an element of every
  * input before they write that element of any output.
  *
@@ -27,6 +30,7 @@
 
 #define INSIDE __attribute__((visibility("hidden"))) /* of the library */
 
+enum { COPIES = -2000 }; /* in place of a kernel's threads, of one that copies */
 enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
 
 typedef struct Status Status; /* NULL: all went well */
@@ -34,6 +38,19 @@ typedef void (*Function)(void);
 typedef int (*Body)(void **inputs, void **outputs, const int64_t *sizes, int64_t begin, int64_t end);
 typedef int (*Launch)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared,
                       void *stream, void **arguments, void **more); /* cuLaunchKernel */
+
+/* A copy, or one to wait for, and the CUDA runtime's functions for it. It starts when ONNX Runtime's stream reaches the
+ * place where it was issued. */
+enum { TO_HOST = 2, TO_DEVICE = 1, WAITS = 0 }; /* the first two as cudaMemcpyKind */
+typedef struct {
+    int64_t kind;
+    char *host;
+    size_t bytes;
+    void *stream, *issued, *done; /* two events: where it was issued, and that it is done */
+    int (*record)(void *event, void *stream);
+    int (*wait)(void *stream, void *event, unsigned flags);
+    int (*copy)(void *to, const void *from, size_t bytes, int kind, void *stream);
+} Copy;
 
 typedef struct Table Table;
 typedef struct {
@@ -47,9 +64,17 @@ typedef struct {
     const int64_t *shapes; /* of each output its element type, its rank and its dimensions */
     const int64_t *sizes;  /* for the body */
     int64_t *numbers;      /* the memory of these three */
+    Copy copy;
 } Kernel;
+typedef struct Owned Owned;
+struct Owned { /* what goes when the table goes */
+    Owned *next;
+    void *object;
+    int (*destroy)(void *object);
+};
 struct Table {
     Table *next;
+    Owned *owned;
     int64_t secret;
     atomic_long users; /* the list below, and every node that was loaded */
     void *code;
@@ -102,6 +127,11 @@ static void unlock(void) { atomic_flag_clear_explicit(&locked, memory_order_rele
 static void release(Table *table) {
     if (atomic_fetch_sub(&table->users, 1) > 1) return;
     for (size_t i = 0; i < table->count; i++) free(table->kernels[i].numbers);
+    for (Owned *each = table->owned, *next; each; each = next) {
+        next = each->next;
+        each->destroy(each->object);
+        free(each);
+    }
     munmap(table->code, table->bytes);
     free(table);
 }
@@ -139,14 +169,14 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
 }
 
 /* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
- * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device less: its threads. 0, or -1: no
- * such place in the table, no memory, or the numbers do not add up. */
+ * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device less: its
+ * threads, a copy COPIES. 0, or -1: no such place in the table, no memory, or the numbers do not add up. */
 int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
-    int calls = count && numbers[0] == -1, device = count && numbers[0] < -1 && numbers[0] >= -1024;
+    int calls = count && numbers[0] == -1, device = count && ((numbers[0] < -1 && numbers[0] >= -1024) || numbers[0] == COPIES);
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
                (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
@@ -162,7 +192,7 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
     if (good) {
         memcpy(copy, numbers, count * sizeof *copy);
         *kernel = (Kernel){table, NULL, NULL, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
-                           copy + 5, copy + shapes, copy + at, copy};
+                           copy + 5, copy + shapes, copy + at, copy, {0}};
         if (!calls && !device) kernel->body = (Body)((char *)table->code + copy[0]);
     } else {
         free(copy);
@@ -176,10 +206,34 @@ int fused_on_device(int64_t secret, size_t handle, void *function, void *launch)
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
-    int good = kernel && kernel->numbers && kernel->numbers[0] < -1 && function && launch;
+    int good = kernel && kernel->numbers && kernel->numbers[0] < -1 && kernel->numbers[0] != COPIES && function && launch;
     if (good) kernel->function = function, kernel->launch = (Launch)launch;
     release(table);
     return good ? 0 : -1;
+}
+
+/* Describe a copy by the fields of Copy in their order, addresses as numbers. 0, or -1: the kernel is none that copies. */
+int fused_copies(int64_t secret, size_t handle, const int64_t *fields) {
+    Table *table = find(secret);
+    if (!table) return -1;
+    Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
+    int good = kernel && kernel->numbers && kernel->numbers[0] == COPIES;
+    if (good) memcpy(&kernel->copy, fields, sizeof kernel->copy);
+    release(table);
+    return good ? 0 : -1;
+}
+
+/* From now on an object is the table's: `destroy` is called when no node is left that was loaded. 0, or -1: no memory, or
+ * no such table. */
+int fused_own(int64_t secret, void *object, int (*destroy)(void *)) {
+    Table *table = find(secret);
+    Owned *made = table ? malloc(sizeof *made) : NULL;
+    if (made) {
+        *made = (Owned){table->owned, object, destroy};
+        table->owned = made; /* opened by the only thread that knows the secret */
+    }
+    if (table) release(table);
+    return made ? 0 : -1;
 }
 
 /* No model loaded from now on finds the kernels; those that were loaded go on. */
@@ -305,6 +359,24 @@ static Status *launch(void *data, void *context) {
     return failure(FAIL, "the CUDA driver cannot launch the kernel of an onnx_remat::Fused node");
 }
 
+/* Nothing here waits for the device either: streams wait for each other. */
+static Status *copies(void *data, void *context) {
+    const Kernel *kernel = data;
+    const Copy *copy = &kernel->copy;
+    void *inputs[MOST], *outputs[MOST], *stream;
+    if (!copy->record) return failure(INVALID_GRAPH, "an onnx_remat::Copy node has no stream and no memory of the host");
+    TRY(gather(kernel, context, inputs, outputs));
+    TRY(gpu_stream(context, &stream));
+    int up = copy->kind == TO_DEVICE, failed;
+    if (copy->kind == WAITS)
+        failed = copy->wait(stream, copy->done, 0);
+    else
+        failed = copy->record(copy->issued, stream) || copy->wait(copy->stream, copy->issued, 0) ||
+                 copy->copy(up ? outputs[0] : copy->host, up ? copy->host : inputs[0], copy->bytes, (int)copy->kind, copy->stream) ||
+                 copy->record(copy->done, copy->stream);
+    return failed ? failure(FAIL, "the CUDA runtime cannot copy for an onnx_remat::Copy node") : NULL;
+}
+
 static Status *read(const void *context, const char *name, int64_t *number) {
     const void *attribute = NULL;
     size_t bytes;
@@ -334,6 +406,7 @@ static Status *infer(const void *op, void *context) {
 
 static const char *name(const void *op) { return "Fused"; }
 static const char *device_name(const void *op) { return "FusedOnDevice"; }
+static const char *copy_name(const void *op) { return "Copy"; }
 static const char *cpu(const void *op) { return "CPUExecutionProvider"; }
 static const char *cuda(const void *op) { return "CUDAExecutionProvider"; }
 static size_t one(const void *op) { return 1; }
@@ -359,7 +432,7 @@ static const struct {
     Function create_1, name, provider, input_type, input_types, output_type, output_types, compute_1, destroy, input_kind,
         output_kind, input_memory, least_inputs, inputs_alike, least_outputs, outputs_alike, create, compute, infer,
         first_version, last_version, in_place, in_place_done, alias, alias_done;
-} on_cpu = ON(name, cpu, compute), on_cuda = ON(device_name, cuda, launch);
+} on_cpu = ON(name, cpu, compute), on_cuda = ON(device_name, cuda, launch), copying = ON(copy_name, cuda, copies);
 
 Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint32_t version)) {
     static void *domain; /* as long as the process: sessions keep it */
@@ -368,5 +441,6 @@ Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint3
     TRY(create_domain("onnx_remat", &domain));
     TRY(add_op(domain, &on_cpu));
     TRY(add_op(domain, &on_cuda));
+    TRY(add_op(domain, &copying));
     return add_domain(options, domain);
 }

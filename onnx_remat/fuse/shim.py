@@ -21,6 +21,15 @@ DOMAIN = "onnx_remat"
 OP, DEVICE_OP = "Fused", "FusedOnDevice"
 """Of a CPU, and of a device: with one name, ONNX Runtime would run a node on the CPU that reads from there."""
 
+COPY_OP = "Copy"
+"""Of a copy between a device and the host, and of a wait for one; the attribute `kind` says which."""
+
+OUT, IN, WAIT = 2, 1, 0
+"""Kinds of it: a copy to the host, one to the device, and a wait of the kernels' stream for one. As in ``shim.c``."""
+
+COPIES = -2000
+"""What their description begins with, as in ``shim.c``."""
+
 OLDEST_RUNTIME = (1, 22)
 """Oldest ONNX Runtime with the kernels' bits. In 1.19, Sqrt, Floor and Ceil vary with an element's place."""
 
@@ -112,6 +121,18 @@ def offered(
             library.fused_close(secret)
 
 
+def describe_copy(secret: int, handle: int, fields: Sequence[int]) -> None:
+    """Within `offered`, describe a copy by the fields of ``Copy`` of ``shim.c``; ModelError where it is refused."""
+    if _loaded().fused_copies(secret, handle, (ctypes.c_int64 * len(fields))(*fields)):
+        raise ModelError(f"the library rejects the description of copy {handle}")
+
+
+def give(secret: int, thing: int, destroy: int) -> None:
+    """Within `offered`, hand over what is to be destroyed by the function at `destroy` once no model needs it."""
+    if _loaded().fused_own(secret, thing, destroy):
+        raise ModelError("no memory is left")
+
+
 _OFFERING = threading.RLock()
 """Two sessions of one plan have the same secret: one model is loaded at a time."""
 
@@ -131,6 +152,8 @@ def _loaded() -> ctypes.CDLL:
     library.fused_open.argtypes = (ctypes.c_int64, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t)
     library.fused_add.argtypes = (ctypes.c_int64, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t)
     library.fused_on_device.argtypes = (ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
+    library.fused_copies.argtypes = (ctypes.c_int64, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64))
+    library.fused_own.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     library.fused_close.argtypes = (ctypes.c_int64,)
     library.fused_close.restype = None
     library.fused_is_open.argtypes = (ctypes.c_int64,)

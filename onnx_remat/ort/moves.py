@@ -6,8 +6,8 @@ memory, which takes no device memory; the second, a `Move`, makes the value from
     op -> value              becomes              op -> the host's copy -> Move -> value
 
 A Move right after its op does nothing: the value is already on the device. Any other Move is a copy to the host, after
-the op or Move that made the value before, and a copy back. Both run on the stream of the kernels, so that their time
-adds to that of the step.
+the op or Move that made the value before, and a copy back. How much of their time adds to that of the step is not
+known before planning: a plan assumes a share, and what `session.overlap` foresees for it is the share of the next.
 
 References
 ----------
@@ -44,13 +44,14 @@ _NEAR_PEAK = 0.97  # of the peak: values live across steps above it are worth mo
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link to the host: bytes per second in either direction."""
+    """The link to the host: bytes per second in either direction, and the share of a copy that kernels wait for."""
 
     bandwidth: float
+    waited: float = 1.0
 
     def seconds(self, nbytes: int) -> float:
-        """Return the time to copy a value to the host and back."""
-        return 2 * nbytes / self.bandwidth + _START_SECONDS
+        """Return the time by which a step grows that copies a value to the host and back."""
+        return self.waited * 2 * nbytes / self.bandwidth + _START_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,17 @@ class Moved:
     values : tuple of str
         One entry per move, in execution order.
     nbytes : int
-        Bytes copied to the host, and as many back.
+        Bytes copied back from the host, and at most as many to it.
     share : float
-        Time of the copies as a fraction of the time of a plain step.
+        Time that kernels wait for copies, as a fraction of the time of a plain step.
+    covered : float
+        The part of the copies' time in which kernels run, from 0 to 1.
     """
 
     values: tuple[str, ...]
     nbytes: int
     share: float
+    covered: float = 0.0
 
 
 def is_move(op: Op) -> bool:
@@ -292,7 +296,7 @@ def _live_across_peak(problem: Problem, schedule: Schedule) -> Flags:
 
 
 def moved(compiled: Compiled, schedule: Schedule) -> Moved | None:
-    """Return the moves of a schedule, None if it has none."""
+    """Return the moves of a schedule at the prices that it was planned with, None if it has none."""
     problem = compiled.problem
     if not len(problem.moves):
         return None

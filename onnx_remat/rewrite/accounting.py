@@ -20,6 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.folded import with_folded_transposes
+from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
@@ -28,6 +29,7 @@ from onnx_remat.rewrite.notes import fusing, other_levels
 from onnx_remat.rewrite.relaxed import fused_cost, outside_fusions, outside_kernels, outside_pads, outside_slab
 from onnx_remat.session import offsets
 from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
+from onnx_remat.session.copies import Stated
 from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.session.slab_layout import workspace
@@ -344,6 +346,11 @@ class LoopMemory(Accounting):
     def counted(self, footprint: Footprint) -> int:
         """Return the bytes that a file counts for: its prediction with headroom."""
         return int(footprint.total * (1 + _UNPREDICTED))
+
+    def copies(self) -> Stated:
+        """Return what a file with moves says of them, while its copies run on the stream of the kernels."""
+        costs = self.options.costs if self.options.costs in PRESETS else self.compiled.kernels.costs
+        return Stated(self.options.link().bandwidth, costs)
 
     def prices_kernels(self) -> bool:
         return self.cost is not None

@@ -483,4 +483,7 @@ def _write(
         metadata["fuse"] = "0"
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
-    return realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
+    written = realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
+    if written.moved and isinstance(goal.memory, LoopMemory):
+        goal.memory.copies().put(written.model)
+    return written

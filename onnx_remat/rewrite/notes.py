@@ -19,8 +19,8 @@ from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import BUDGET_KEY
 
 MOVES = (
-    "values are moved when they are due by onnx_remat.Session and training.Loop alone; in onnxruntime's own session "
-    "they come back early"
+    "values are moved when they are due, and beside kernels, by onnx_remat.Session and training.Loop alone; in "
+    "onnxruntime's own session they come back early, and kernels wait for each copy"
 )
 
 _NOTED_LEVEL_RATIO = 1.05  # of the default level's peak: a level above this gets a note

@@ -2,25 +2,41 @@
 
 The first plan moves nothing. The values worth moving are those allocated at its peak and those whose recompute costs
 more than a move; the next plan may move them and starts from the plan before. This repeats while plans improve.
+
+Copies run beside the kernels (`session.overlap`), as far as the budget has room for what is on its way. So a move costs
+what kernels wait for it. That is known once there is a file: the next plan pays for the share that they waited for in
+the file before. Where kernels wait for long, a plan for less memory than the budget leaves more room for copies.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.options import Options
-from onnx_remat.ort.moves import adjoined, carried, movable, split, worth_moving
+from onnx_remat.ort.moves import Link, adjoined, carried, movable, moved, split, worth_moving
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
-from onnx_remat.rewrite.fit import Fitted, Work, fit
+from onnx_remat.rewrite.fit import Fitted, Work, fit, for_budget
 from onnx_remat.rewrite.plans import TooLittleTime, make_plan
+from onnx_remat.session import prediction
+from onnx_remat.session.offsets import least
+from onnx_remat.session.overlap import overlapped
+from onnx_remat.units import format_bytes
 
-_ROUNDS = 3  # plans that may move values
+_log = logging.getLogger(__name__)
+
+_ROUNDS = 4  # plans that may move values
+_ROOM = 0.93  # of the memory that the plan before was for, for one that leaves more room for copies
+_LONG = 0.1  # share of the copies' time that kernels wait for, above which such a plan is made
+_FREE = 0.001  # extra compute below which no other plan is looked for
+_FITS = 3  # layouts with overlap for one file, each with less room than the last took too much
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
+_LEAST_WAITED = 0.02  # share of its time that a move is taken to cost at least
 _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
@@ -54,22 +70,23 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
     except BudgetInfeasibleError as error:
         refusal = error
         start = compiled, _lowest(goal, error, options, deadline.sooner(seconds_per_file, _SHARE))
-    before: set[str] = set()
+    before: tuple[set[str], Link, int] | None = None
+    allowed = goal.allowed
     for turn in range(_ROUNDS):
         if turn and deadline.ends_within(seconds_per_file):
             break
         names = set(worth_moving(*start, link, at_any_price=best is None))
         if turn and best is None:  # nothing less will do
             names.update(movable(compiled))
-        if not names or names == before:
+        if not names or (names, link, allowed) == before:
             break
-        before = names
+        before = names, link, allowed
         larger = with_donations(split(compiled, names, link))
         known = carried(start[1].order, start[0], larger)
-        its = replace(goal, memory=memory.with_moves(larger))
+        its = replace(goal, allowed=allowed, memory=memory.with_moves(larger))
         rest = replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE))
         try:
-            found = fit(its, rest, seconds_per_file, (known,))
+            found = for_budget(fit(its, rest, seconds_per_file, (known,)), goal.allowed)
         except BudgetInfeasibleError as error:
             if best is not None:
                 break
@@ -77,14 +94,59 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
                 refusal = error
             start = larger, known
             continue
-        if best is not None and found.plan.extra_compute >= best.plan.extra_compute:
+        found = _overlapped(found, goal)
+        start = larger, found.plan.schedule
+        waited = _waited(found)
+        _log.info(
+            "moves at %.2f of their time, for %s: %d, of which kernels wait for %.2f; +%.1f %% compute, %.2f ms",
+            link.waited, format_bytes(allowed), len(found.written.moved), waited, 100 * found.plan.extra_compute,
+            1e3 * found.footprint.seconds if found.footprint else 0.0,
+        )  # fmt: skip
+        better = best is None or found.preference() < best.preference()
+        best = found if better else best
+        if found.plan.extra_compute < _FREE or not (better or turn == 0):
             break
-        best, start = found, (larger, found.plan.schedule)
+        if link.waited < 1 and waited > _LONG:
+            allowed = int(allowed * _ROOM)
+        link = replace(link, waited=max(waited, _LEAST_WAITED))
     found_or_given = [each for each in (best, rival) if each is not None]
     if not found_or_given:
         assert refusal is not None
         raise refusal
     return min(found_or_given, key=Fitted.preference)
+
+
+def _waited(made: Fitted) -> float:
+    """Return the share of the copies' time that kernels wait for; 1 where nothing is copied."""
+    found = made.footprint
+    return found.waited / found.copies if found and found.copies else 1.0
+
+
+def _overlapped(made: Fitted, goal: Goal) -> Fitted:
+    """Return a file whose copies run beside the kernels as far as the budget has room, with what that costs."""
+    memory, footprint = goal.memory, made.footprint
+    if not made.written.moved or footprint is None:
+        return made
+    assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
+    stated, best = memory.copies(), footprint
+    if memory.options.fuse:
+        arranged = prediction.without_overlap(made.executed[memory.levels()[-1]])
+        smallest, room = least(arranged.compiled.kernels), goal.allowed - memory.counted(footprint)
+        for _ in range(_FITS):
+            tried = replace(stated, live=footprint.live + max(room, 0))
+            tried.put(arranged.compiled.graph.model)
+            found = prediction.footprint(overlapped(arranged, smallest), memory.options.costs)
+            over = memory.counted(found) - goal.allowed
+            if over <= 0:
+                if found.seconds < best.seconds:
+                    stated, best = tried, found
+                break
+            room -= 2 * over
+    stated.put(made.written.model)
+    plain = moved(made.plan.compiled, made.plan.schedule)
+    waited = best.waited / made.plan.compiled.problem.plain_cost()
+    extra = made.plan.extra_compute - (plain.share if plain else 0.0) + waited
+    return replace(made, plan=replace(made.plan, extra_compute=extra), footprint=best)
 
 
 def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:

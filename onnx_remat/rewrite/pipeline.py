@@ -21,7 +21,7 @@ from onnx_remat.measure.processes import beyond_tensors
 from onnx_remat.memory.problem import Floats
 from onnx_remat.options import Options, PlanningOptions
 from onnx_remat.ort.executed import Executed
-from onnx_remat.ort.moves import moved
+from onnx_remat.ort.moves import Moved, moved
 from onnx_remat.ort.peaks import describe, reserves
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.plan import selectors
@@ -328,7 +328,7 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         extra_compute=plan.extra_compute,
         extra_compute_bound=at_least,
         extra_compute_in_kernels=in_kernels,
-        moved=moved(plan.compiled, plan.schedule),
+        moved=_moved(plan, footprint),
         recomputed=len(written.recomputed),
         control_edges=written.control_edges,
         private_values=written.private_values,
@@ -355,6 +355,15 @@ def _report(job: Job, fitted: Fitted, measured: verify.Measured | None) -> Repor
         covered_before=original.taken,
         covered_after=_covered(memory, executed, footprint),
     )
+
+
+def _moved(plan: Plan, footprint: Footprint | None) -> Moved | None:
+    """Return the moves of a plan with what kernels wait for them; None if it has none."""
+    found = moved(plan.compiled, plan.schedule)
+    if found is None or footprint is None or not footprint.copies:
+        return found
+    share = footprint.waited / plan.compiled.problem.plain_cost()
+    return replace(found, share=share, covered=1 - footprint.waited / footprint.copies)
 
 
 def _covered(memory: Accounting, executed: Mapping[str, Executed], footprint: Footprint | None) -> int:

@@ -192,7 +192,10 @@ class Report(Finding):
         """Return one line: the memory reached and its cost."""
         room = self._room()
         if self.moved:
-            room = f"+{self.moved.share:.1%} of it to move {format_bytes(self.moved.nbytes)} to the host and back"
+            room = (
+                f"+{self.moved.share:.1%} of it to wait for {format_bytes(self.moved.nbytes)} to the host and back, "
+                f"{self.moved.covered:.0%} of whose time kernels run"
+            )
         before, after = self.covered()
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
@@ -273,6 +276,7 @@ class Report(Finding):
         host = self.loop_after.on_host if self.loop_after else 0
         rows = [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
         rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
+        rows += [("    of their time, kernels run", "", f"{self.moved.covered:.0%}")]
         return [*rows, ("    the host keeps at most", "", format_bytes(host))]
 
     @staticmethod

@@ -45,12 +45,12 @@ class Block:
 
     def __init__(self, nbytes: int) -> None:
         found, size = ctypes.c_void_p(), ctypes.c_size_t(max(nbytes, 1))
-        with _device() as runtime:
-            _check(runtime.cudaMalloc(ctypes.byref(found), size), f"allocate {nbytes} bytes")
+        with runtime() as cuda:
+            check(cuda.cudaMalloc(ctypes.byref(found), size), f"allocate {nbytes} bytes")
             self.address = int(found.value or 0)
-            weakref.finalize(self, runtime.cudaFree, found).atexit = False  # exiting frees it anyway
-            _check(runtime.cudaMemset(found, 0, size), "clear its memory")
-            _check(runtime.cudaDeviceSynchronize(), "clear its memory")
+            weakref.finalize(self, cuda.cudaFree, found).atexit = False  # exiting frees it anyway
+            check(cuda.cudaMemset(found, 0, size), "clear its memory")
+            check(cuda.cudaDeviceSynchronize(), "clear its memory")
 
     def write(self, offset: int, array: npt.NDArray[Any]) -> None:
         """Copy an array to `offset` bytes after the start of the block."""
@@ -82,29 +82,29 @@ def move(address: int, source: int, nbytes: int) -> None:
 
 def wait() -> None:
     """Wait for all that the device has been asked to do."""
-    with _device() as runtime:
-        _check(runtime.cudaDeviceSynchronize(), "finish what it was asked to do")
+    with runtime() as cuda:
+        check(cuda.cudaDeviceSynchronize(), "finish what it was asked to do")
 
 
 def _copy(to: int, source: int, nbytes: int, kind: int) -> None:
     if nbytes:
-        with _device() as runtime:
-            done = runtime.cudaMemcpy(
+        with runtime() as cuda:
+            done = cuda.cudaMemcpy(
                 ctypes.c_void_p(to), ctypes.c_void_p(source), ctypes.c_size_t(nbytes), ctypes.c_int(kind)
             )
-            _check(done, "copy its memory")
+            check(done, "copy its memory")
 
 
 @contextmanager
-def _device() -> Iterator[Any]:
+def runtime() -> Iterator[Any]:
     """Return the runtime; within the block its calls are for the device of sessions, whatever other code has chosen."""
-    runtime, chosen = _runtime(), ctypes.c_int()
-    _check(runtime.cudaGetDevice(ctypes.byref(chosen)), "be found")
-    _check(runtime.cudaSetDevice(ctypes.c_int(_DEVICE)), "be chosen")
+    cuda, chosen = _runtime(), ctypes.c_int()
+    check(cuda.cudaGetDevice(ctypes.byref(chosen)), "be found")
+    check(cuda.cudaSetDevice(ctypes.c_int(_DEVICE)), "be chosen")
     try:
-        yield runtime
+        yield cuda
     finally:
-        runtime.cudaSetDevice(chosen)
+        cuda.cudaSetDevice(chosen)
 
 
 @cache
@@ -130,7 +130,8 @@ def _loaded(maps: str) -> str:
     return found[1] if found else ""
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Raise ModelError where a call of the runtime failed; `what` the device could not do."""
     if status:
         name = _runtime().cudaGetErrorName
         name.restype = ctypes.c_char_p

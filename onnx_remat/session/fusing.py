@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from onnx_remat.fuse.kernel import Kernel
     from onnx_remat.ort.prepare import Compiled
+    from onnx_remat.session.copies import Copy
     from onnx_remat.session.lean_graph import LeanNode
     from onnx_remat.session.offsets import Offsets, Program
 
@@ -255,8 +256,10 @@ _MOST_INTEGERS = 16
 _LEAST_CODE = 64  # bytes, so that a table without code of its own has memory
 
 
-def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> None:
-    """Compile kernels and write them with their descriptions to a file for `offered`."""
+def compile_to_file(
+    kernels: tuple[Kernel, ...], secret: int, path: Path, copies: tuple[Copy, ...] = (), pinned: int = 0
+) -> None:
+    """Compile kernels and write them with their descriptions to a file for `offered`, and copies as in `SlabLayout`."""
     from onnx_remat.fuse import cuda
     from onnx_remat.fuse.machine_code import compiled
 
@@ -272,6 +275,7 @@ def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> Non
     ptx = cuda.module(texts) if texts else b""
     on_device = [(i, cuda.name_of(texts.index(each.text))) for i, each in enumerate(kernels) if each.device]
     described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
+    described += [copy.numbers() for copy in copies]
     calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
     convolved = [
         (i, asdict(kernel.convolution), (kernel.size, *kernel.outputs[1][1]))
@@ -281,20 +285,23 @@ def compile_to_file(kernels: tuple[Kernel, ...], secret: int, path: Path) -> Non
     head = json.dumps(
         {
             "secret": secret, "kernels": described, "calling": list(calling.items()), "convolutions": convolved,
-            "ptx": len(ptx), "on_device": on_device,
+            "ptx": len(ptx), "on_device": on_device, "copies": [copy.stated() for copy in copies], "pinned": pinned,
         }
     ).encode()  # fmt: skip
     path.write_bytes(len(head).to_bytes(8, "little") + head + ptx + code)
 
 
 @contextmanager
-def offered(path: Path) -> Iterator[None]:
+def offered(path: Path, runs: bool = True) -> Iterator[None]:
     """Within the block, make the kernels in a file available to the model that they were written for.
+
+    Copies get memory of the host only if the model `runs`.
 
     Raises
     ------
     ModelError
-        Convolutions are computed otherwise here than planned, or the system refuses the kernels.
+        Convolutions are computed otherwise here than planned, the system refuses the kernels, or the host has too
+        little memory for copies.
     """
     from onnx_remat.fuse import blas, onednn, shim
 
@@ -309,6 +316,11 @@ def offered(path: Path) -> Iterator[None]:
     for handle, stated, _ in head["convolutions"]:
         head["kernels"][handle] += onednn.numbers(onednn.Convolution.of(stated))
     with shim.offered(head["secret"], code, head["kernels"], ptx, dict(head["on_device"])):
+        if runs and head["copies"]:
+            from onnx_remat.session import device_copies
+
+            first = len(head["kernels"]) - len(head["copies"])
+            device_copies.enable(head["secret"], first, head["copies"], head["pinned"])
         yield
 
 

@@ -265,7 +265,7 @@ def copy_of(
     own = {value.name for value in source.output}
     copy.graph.output.extend(onnx.ValueInfoProto(name=name) for name in bound if name not in own)
     copy.graph.value_info.extend(value for value in source.value_info if value.name in stated)
-    if any(step.plain is not None for step in steps):
+    if any(step.node.domain == FUSED_DOMAIN for step in steps):
         copy.opset_import.append(onnx.helper.make_opsetid(FUSED_DOMAIN, 1))
     return copy
 

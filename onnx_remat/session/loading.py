@@ -57,7 +57,7 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
     if kernels.exists():
         shim.register(options)
     try:
-        with fusing.offered(kernels) if kernels.exists() else nullcontext():
+        with fusing.offered(kernels, runs=save_to is None) if kernels.exists() else nullcontext():
             return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
     except ModelError:
         raise

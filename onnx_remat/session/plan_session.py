@@ -315,7 +315,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
         made = lay_out(executed, outputs, request.donate, least, search=False)
         model = made.compiled.graph.model
         for each in _candidates(made, least, request.secret):
-            if refused and not each.kernels:
+            if refused and not (each.kernels or each.copies):
                 each = replace(each, fused=replace(each.fused, why_not=refused))
             bound = [place.name for place in each.offsets.placements]
             copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
@@ -325,12 +325,12 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
                 onnx.save(copy, partial)
             code = fusing.kernel_file(target)
             code.unlink(missing_ok=True)
-            if each.kernels:
-                fusing.compile_to_file(each.kernels, request.secret, code)
+            if each.kernels or each.copies:
+                fusing.compile_to_file(each.kernels, request.secret, code, each.copies, each.pinned)
             try:
                 loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
             except ModelError as error:  # on a device: it places a kernel on the host, or the driver refuses them
-                if not each.kernels or kernels.device == "cpu":
+                if not (each.kernels or each.copies) or kernels.device == "cpu":
                     raise
                 refused = str(error)
                 continue
@@ -352,10 +352,12 @@ _LOADS = 4
 
 def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
     """Yield the layout with fused nodes, if possible, and then, in case ONNX Runtime changes that graph, without."""
+    from onnx_remat.session import overlap
+
     if secret:
-        other = as_fused(made, least, secret)
+        other = overlap.overlapped(as_fused(made, least, secret), least, secret)
         why_not = other.fused.why_not
-        if not why_not:
+        if not why_not or other.copies:
             yield other
             why_not = "onnxruntime changes it when it loads it"
         made = replace(made, fused=replace(made.fused, why_not=why_not))

@@ -10,12 +10,11 @@ from onnx_remat.fuse.products import scratch_bytes
 from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
-from onnx_remat.ort.kernels import costs as prices
-from onnx_remat.session import biases
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
 from onnx_remat.session.fusing import UNFUSED
 from onnx_remat.session.offsets import in_use, kept_on_host, least
-from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, op_of, workspace
+from onnx_remat.session.overlap import overlapped, timeline
+from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,9 @@ class Footprint:
     unserved : int
         Number of convolutions that oneDNN would compute faster, were it installed.
     seconds : float
-        Time of all nodes that run, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
+        Time of a step, by `Options.costs`; a fused kernel counts the bytes it reads and writes.
+    copies, waited : float
+        Time of all copies to the host and back, in seconds, and the part of it that kernels wait for.
     in_use : mapping of str to int
         Bytes of the slab in use while the node runs that makes each value, by value; a kernel's inner values included.
     """
@@ -74,6 +75,8 @@ class Footprint:
     not_fused: str = ""
     unserved: int = 0
     seconds: float = 0.0
+    copies: float = 0.0
+    waited: float = 0.0
     in_use: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -127,6 +130,12 @@ def predict(executed: Executed, seconds: float | None = None, fuse: bool = True,
 
 def laid_out(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
     """Lay out the step as a loop runs it; arguments as of `predict`."""
+    made = without_overlap(executed, seconds, fuse)
+    return overlapped(made, least(executed.compiled.kernels), seconds=seconds) if fuse else made
+
+
+def without_overlap(executed: Executed, seconds: float | None = None, fuse: bool = True) -> SlabLayout:
+    """Lay out the step with all copies to the host and back on the stream of the kernels."""
     outputs, smallest = [v.name for v in executed.compiled.graph.model.graph.output], least(executed.compiled.kernels)
     plain = lay_out(executed, outputs, donate=True, least=smallest, seconds=seconds)
     if not fuse:
@@ -134,38 +143,12 @@ def laid_out(executed: Executed, seconds: float | None = None, fuse: bool = True
     return as_fused(plain, smallest, seconds=seconds)
 
 
-def step_seconds(arranged: SlabLayout, costs: str = "") -> float:
-    """Return the time of all nodes of a step; `costs` as in `Options`.
-
-    A fused kernel takes the time of its members, scaled by the ratio of its roofline to the sum of theirs: it neither
-    writes nor reads the values that are produced and consumed inside it, and it is launched once.
-    """
-    compiled, tensors = arranged.compiled, arranged.compiled.tensors
-    name = costs or compiled.kernels.costs
-    device = prices.PRESETS.get(name, prices.PRESETS["cpu"])
-    seconds = prices.price(compiled.graph, tensors, compiled.kernels, name)
-    maker = {name: op for op in compiled.graph.ops for name in op.writes}
-    total = 0.0
-    for step in arranged.program.steps:
-        if step.plain is None:
-            op = op_of(maker, step)
-            total += seconds[op.index] if op is not None else 0.0
-            continue
-        members = [op for member in arranged.members[step.writes[0]] if (op := op_of(maker, member)) is not None]
-        apart = sum(prices.roofline(op, tensors, compiled.kernels, device) for op in members)
-        names = [name if name in tensors else biases.result_of(name) for name in (*step.reads, *step.writes)]
-        ends = [name for name in names if name in tensors]  # without scratch memory
-        together = prices.fused(members, ends, tensors, device)
-        total += sum(seconds[op.index] for op in members) * together / apart if members else together
-    return total
-
-
 def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     """Return the memory that training takes with a step that is laid out."""
     compiled, bound, fused = arranged.compiled, arranged.offsets, arranged.fused
     device = compiled.kernels.device != "cpu"
     books = rounding(arranged) + TABLES_BYTES if device else bookkeeping(arranged)
-    scratch = scratch_bytes(arranged.kernels)
+    scratch, foreseen = scratch_bytes(arranged.kernels), timeline(arranged, costs)
     found = Footprint(
         inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
         weights=arranged.weights,
@@ -175,13 +158,15 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
         live=bound.live,
         donated=len(bound.donated),
         not_donated=bound.not_donated,
-        on_host=kept_on_host(arranged.program),
+        on_host=kept_on_host(arranged.program) + arranged.pinned,
         nodes=len(arranged.program.steps),
         unfused_nodes=fused.unfused_nodes,
         kernels=fused.kernels,
         not_fused=fused.why_not,
         unserved=fused.unserved,
-        seconds=step_seconds(arranged, costs),
+        seconds=foreseen.seconds,
+        copies=foreseen.copies,
+        waited=foreseen.waited,
         in_use=_in_use(arranged),
     )
     more = fused.unfused_slab - found.slab + workspace(compiled, compiled.graph.ops)[0] - found.workspace

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from onnx_remat.ir.graph import Op
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
+    from onnx_remat.session.copies import Copy
     from onnx_remat.session.lean_graph import LeanNode
     from onnx_remat.session.offsets import Offsets, Program
 
@@ -30,7 +31,8 @@ class SlabLayout:
     """A step as it will run, and the layout of its values.
 
     `constants` are in addition to its weights; `kernels` are those of its fused nodes, by handle, and `members` the
-    nodes that each fused node replaces, by its first output.
+    nodes that each fused node replaces, by its first output. `copies` run beside the kernels, see `overlap`; their
+    handles follow those of kernels, and they take `pinned` bytes of the host.
     """
 
     compiled: Compiled
@@ -41,6 +43,8 @@ class SlabLayout:
     kernels: tuple[Kernel, ...] = ()
     members: Mapping[str, tuple[LeanNode, ...]] = field(default_factory=dict)
     fused: Fused = field(default_factory=lambda: Fused(0))
+    copies: tuple[Copy, ...] = ()
+    pinned: int = 0
 
 
 def lay_out(

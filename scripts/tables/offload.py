@@ -1,9 +1,9 @@
 """What moving values to the host is worth: plans for a CUDA device with moves and without, by the speed of the link.
 
-Budgets are of what training by `Loop` takes. *Compute* is what a step takes longer by the device's roofline, copies
-included; the column next to it says how much of that the copies are. *deep_mlp*, unless
-a file is named, is the step of a perceptron of 48 layers of 2048 units, on 8192 rows. Nothing is run: no device is
-needed.
+Budgets are of what training by `Loop` takes. *Compute* is what a step takes longer by the device's roofline, recomputes
+and what kernels wait for copies. *Step* is its foreseen time, *in turn* that of the same step with its copies on the
+stream of the kernels; *kernels run* in so much of the copies' time. *deep_mlp*, unless a file is named, is the step of
+a perceptron of 48 layers of 2048 units, on 8192 rows. Nothing is run: no device is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnx_remat.units import format_bytes
 from sample_models import deep_mlp
 
 ITEMS = ("deep_mlp",)
-HEADS = ("graph", "budget", "link, a second", "compute", "of it copies", "moved", "runs again")
+HEADS = ("graph", "budget", "link, a second", "compute", "step", "in turn", "kernels run", "moved", "runs again")
 
 
 def row(name: str, model: onnx.ModelProto | Path, budget: str, link: str, options: PlanningOptions) -> tuple[str, ...]:
@@ -30,11 +30,15 @@ def row(name: str, model: onnx.ModelProto | Path, budget: str, link: str, option
         report = rewrite_model(model, budget, **options | more).report
     except BudgetInfeasibleError as error:
         proved = "impossible" if "proved" in str(error) else "no plan found"
-        return name, budget, link or "none", proved, "", "", ""
-    moved = report.moved
+        return name, budget, link or "none", proved, "", "", "", "", ""
+    moved, after = report.moved, report.loop_after
+    assert after is not None, "a loop opens the step"
+    in_turn = after.seconds - after.waited + after.copies
     return (
         name, f"{budget} ({format_bytes(report.budget)})", link or "none", f"+{report.extra_compute:.1%}",
-        f"+{moved.share:.1%}" if moved else "", format_bytes(moved.nbytes) if moved else "", str(report.recomputed),
+        f"{after.seconds * 1e3:.0f} ms",
+        *((f"{in_turn * 1e3:.0f} ms", f"{moved.covered:.0%}", format_bytes(moved.nbytes)) if moved else ("", "", "")),
+        str(report.recomputed),
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_what_is_cheaper_to_move_is_moved(moved):
     assert nodes[moves.DOWN] == nodes[moves.UP] == len(report.moved.values) > 0
     listed = {p.key: p.value for p in free.model.metadata_props}
     assert len(json.loads(listed[MOVES_KEY])) == len(report.moved.values)
-    assert report.helpers() >= 0 and "to move" in report.verdict() and "the host keeps at most" in report.to_text()
+    assert report.helpers() >= 0 and "to wait for" in report.verdict() and "the host keeps at most" in report.to_text()
 
 
 def test_what_the_host_keeps_and_what_crosses_add_up(moved):

@@ -20,7 +20,8 @@ enum { COPY_HOST, COPY_UP, COPY_DOWN, COPY_DEVICE, COPY_ASK }; /* cudaMemcpyKind
 
 typedef struct {
   int64_t bytes, address;
-  int64_t kind; /* 'M' allocated, 'F' freed, '0'..'3' copied (cudaMemcpyKind), 'W' the host waited */
+  int64_t kind; /* 'M' allocated, 'F' freed, '0'..'3' copied (cudaMemcpyKind), 'W' the host waited, 'e' an event was
+                 * recorded and 'q' waited for by the kernels' stream, 'E' and 'Q' by one for copies */
 } Event;
 
 int64_t fake_capacity = 80ll << 30; /* bytes of device memory */
@@ -145,9 +146,82 @@ static void record_copy(const void *to, const void *from, size_t size, int kind)
   pthread_mutex_unlock(&lock);
 }
 
-int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+/* Kernels are computed when they are launched. What is asked of a stream for copies, one that cudaStreamCreateWithPriority
+ * made, is done at once, or with `fake_late` only when something waits for it: what holds in both holds in between. */
+typedef struct Task Task;
+typedef struct {
+  Task *first, **last;
+} Side;
+typedef struct {
+  Side *side; /* where it is recorded and not yet passed; NULL: it is passed */
+  int64_t number;
+} Mark;
+struct Task {
+  Task *next;
+  void *to;
+  const void *from;
+  size_t size;
+  int kind;
+  Mark *mark; /* or a copy */
+  int64_t number;
+};
+int64_t fake_late;
+static Side *sides[8];
+static int side_count;
+
+static Side *side_of(void *stream) {
+  for (int i = 0; i < side_count; i++)
+    if (sides[i] == stream) return stream;
+  return NULL;
+}
+int cudaStreamCreateWithPriority(void **out, unsigned flags, int priority) {
+  Side *made = calloc(1, sizeof *made);
+  made->last = &made->first;
+  *out = sides[side_count++] = made;
+  return NO_ERROR;
+}
+static void do_copy(void *to, const void *from, size_t size, int kind) {
   record_copy(to, from, size, kind);
   memmove(touchable(to), touchable(from), size);
+}
+/* Do what a stream was asked for, until a mark is passed; all of it if there is none. */
+static void catch_up(Side *side, Mark *mark) {
+  int64_t number = mark ? mark->number : 0;
+  while (side->first) {
+    Task *task = side->first;
+    if (!(side->first = task->next)) side->last = &side->first;
+    if (!task->mark) do_copy(task->to, task->from, task->size, task->kind);
+    else if (task->mark->number == task->number) task->mark->side = NULL;
+    int found = mark && task->mark == mark && task->number == number;
+    free(task);
+    if (found) return;
+  }
+}
+static void later(Side *side, Task task) {
+  Task *made = malloc(sizeof *made);
+  *made = task;
+  *side->last = made;
+  side->last = &made->next;
+  if (!fake_late) catch_up(side, NULL);
+}
+int cudaEventRecord(Mark *mark, void *stream) {
+  static int64_t numbers;
+  Side *side = side_of(stream);
+  mark->side = side;
+  mark->number = ++numbers;
+  record(side ? 'E' : 'e', 0, mark);
+  if (side) later(side, (Task){.mark = mark, .number = mark->number});
+  return NO_ERROR;
+}
+int cudaStreamWaitEvent(void *stream, Mark *mark, unsigned flags) {
+  record(side_of(stream) ? 'Q' : 'q', 0, mark);
+  if (mark->side) catch_up(mark->side, mark); /* a stream for copies waits for none but kernels, which are computed */
+  return NO_ERROR;
+}
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+  Side *side = side_of(stream);
+  if (side) later(side, (Task){.to = to, .from = from, .size = size, .kind = kind});
+  else do_copy(to, from, size, kind);
   return NO_ERROR;
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return cudaMemcpyAsync(to, from, size, kind, NULL); }
@@ -164,7 +238,7 @@ int cudaMemset(void *base, int byte, size_t size) {
 }
 int cudaMemsetAsync(void *base, int byte, size_t size, void *stream) { return cudaMemset(base, byte, size); }
 
-/* ---- Streams: everything is done at once, so waiting is only counted -------------------------------------------- */
+/* ---- Streams: kernels are computed at once, so waiting for them is only counted -------------------------------------------- */
 
 static int wait(void) {
   if (capturing) return NOT_WHILE_CAPTURING;

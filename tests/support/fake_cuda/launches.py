@@ -17,9 +17,9 @@ import numpy as np
 
 from onnx_remat.session.offsets import Program
 from onnx_remat.session.plan_session import SessionRequest, arrange
-from onnx_remat.session.prediction import step_seconds
 from onnx_remat.session.session import Session
 from onnx_remat.session.slab_layout import SlabLayout
+from onnx_remat.session.step_time import node_seconds
 from tests.support.fake_cuda.here import Books
 
 
@@ -38,7 +38,7 @@ def _launches(books: Books, path: str, fuse: bool, costs: list[str]) -> dict[str
         session.execute({})
         counted = {name: books.read(name) for name in ("launches", "driven")}
         arranged = _arranged(path, fuse)
-        seconds = {name: step_seconds(arranged, name) for name in costs}
+        seconds = {name: sum(node_seconds(arranged, name)) for name in costs}
         found = {"nodes": session.node_count, "slab": session.slab_bytes, "moved": moved(arranged.program)}
         return counted | found | {"seconds": seconds}
 

@@ -1,0 +1,75 @@
+"""What copies beside the kernels need of CUDA: streams of their own, events, and memory of the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from onnx_remat.errors import ModelError
+from onnx_remat.fuse import shim
+from onnx_remat.session.cuda_memory import check, runtime
+from onnx_remat.units import format_bytes
+
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default stream
+_NO_TIMING = 2  # cudaEventDisableTiming
+
+
+def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned: int) -> None:
+    """Within `shim.offered`, let copies run: give them streams, events and `pinned` bytes of the host.
+
+    Parameters
+    ----------
+    secret : int
+    first : int
+        Handle of the first copy; those of the others follow.
+    copies : sequence of mapping
+        `copies.Copy.stated` of each.
+    pinned : int
+
+    Raises
+    ------
+    ModelError
+        The host has too little memory that a device can copy from.
+    """
+    with runtime() as cuda:
+        names = "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"
+        functions = [_address(getattr(cuda, name)) for name in names]
+        host = ctypes.c_void_p()
+        if cuda.cudaHostAlloc(ctypes.byref(host), ctypes.c_size_t(max(pinned, 1)), ctypes.c_uint(0)):
+            cuda.cudaGetLastError()
+            raise ModelError(
+                f"the host has no {format_bytes(pinned)} of memory for what is moved there: plan with a larger budget"
+            )
+        shim.give(secret, host.value or 0, _address(cuda.cudaFreeHost))
+        done: dict[int, int] = {}
+        for number, copy in enumerate(copies):
+            issued = stream = 0
+            if copy["kind"] != shim.WAIT:
+                issued, stream = _event(cuda, secret), _stream(copy["kind"])
+                done[copy["event"]] = _event(cuda, secret)
+            place = (host.value or 0) + copy["offset"]
+            ends = stream, issued, done[copy["event"]]
+            shim.describe_copy(secret, first + number, [copy["kind"], place, copy["nbytes"], *ends, *functions])
+
+
+def _event(cuda: Any, secret: int) -> int:
+    made = ctypes.c_void_p()
+    check(cuda.cudaEventCreateWithFlags(ctypes.byref(made), ctypes.c_uint(_NO_TIMING)), "make an event")
+    shim.give(secret, made.value or 0, _address(cuda.cudaEventDestroy))
+    return made.value or 0
+
+
+@cache
+def _stream(kind: int) -> int:
+    """Return the stream of one direction, which stays as long as the process."""
+    made = ctypes.c_void_p()
+    with runtime() as cuda:
+        how = ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0)
+        check(cuda.cudaStreamCreateWithPriority(ctypes.byref(made), *how), "make a stream for copies")
+    return made.value or 0
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,0 +1,265 @@
+"""Let copies to the host and back run beside the kernels, on two streams of their own, one for each direction.
+
+ONNX Runtime runs `MemcpyToHost` and `MemcpyFromHost` on the stream of the kernels. Here they become copies and waits::
+
+    MemcpyToHost     a copy to the host, at once; later a wait, from which on the value's memory is free
+    MemcpyFromHost   a copy to the device, some nodes ahead; a wait before its first reader
+
+A value lies in the slab until the wait for its copy to the host, and from its copy back on. So the more bytes may be
+live, the less of the copies' time the kernels wait for. Values leave as soon as their copy is foreseen to be done, and
+come back as late as their copy can start without making a kernel wait; a place further away is not looked for. Where
+memory lacks, the kernels wait.
+
+A copy starts when the kernels' stream reaches its node, and a stream runs its copies in their order: the wait for a
+copy back comes after every wait that its memory needs, and after that for the copy to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from onnx import TensorProto
+
+from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.memory import layout
+from onnx_remat.ort.moves import DOWN, UP
+from onnx_remat.session import fusing, lean_graph, offsets
+from onnx_remat.session.copies import Copy, Stated, kind_of, node
+from onnx_remat.session.lean_graph import LeanNode
+from onnx_remat.session.offsets import Offsets, Program
+from onnx_remat.session.slab_layout import SlabLayout
+from onnx_remat.session.step_time import node_seconds
+
+_AHEAD = 1.25  # factor on the time of a copy back: kernels may take less time than foreseen
+_ALIGNMENT = 256  # of values in the host's memory
+
+
+@dataclass(slots=True)
+class _Home:
+    """A value with a copy on the host, and what is made from it; positions are those of the nodes without overlap.
+
+    `down` is that of the copy to the host, which is done by `gone`; `ups` has of each value that comes back the
+    positions of its copy and of its first reader.
+    """
+
+    source: str
+    down: int
+    name: str
+    gone: int = 0
+    ups: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
+    """Return a layout in which copies run beside the kernels; the same one where the file does not allow it.
+
+    Parameters
+    ----------
+    made : SlabLayout
+        Fused or not; its kernels' handles come before those of copies.
+    least : int
+        Size in bytes from which on a value is bound.
+    secret : int
+        Part of the names of copies; 0 for a step that is only predicted.
+    seconds : float, optional
+        Limit on the search for a small slab.
+    """
+    stated = Stated.of(made.compiled.graph.model)
+    device = made.compiled.kernels.device != "cpu"
+    if stated is None or not stated.live or not device or fusing.why_not(made.compiled.kernels.name):
+        return made
+    homes, dropped = _homes(made.program)
+    if not homes:
+        return made
+    _place(made, homes, stated)
+    steps, tensors, copies, pinned = _with_copies(made, homes, dropped, secret)
+    if [id(step) for step in lean_graph.as_run(steps)] != [id(step) for step in steps]:
+        return made  # ONNX Runtime would run them in another order
+    program = offsets.program(
+        steps, tensors, made.program.inputs, made.program.outputs, made.program.kernels,
+        opset_of(made.compiled.graph.model),
+    )  # fmt: skip
+    laid = offsets.assign(program, made.offsets.donated, least, seconds)
+    laid = replace(laid, not_donated=made.offsets.not_donated)
+    return replace(made, program=program, offsets=laid, copies=copies, pinned=pinned)
+
+
+def _homes(program: Program) -> tuple[list[_Home], set[int]]:
+    """Return the values that are moved, and the positions of the nodes that move them.
+
+    A value that came back and leaves again is on the host already.
+    """
+    readers: dict[str, list[int]] = {}
+    for at, step in enumerate(program.steps):
+        for name in step.reads:
+            readers.setdefault(name, []).append(at)
+    homes: dict[str, _Home] = {}  # by the host's copy
+    back: dict[str, _Home] = {}
+    dropped: set[int] = set()
+    for at, step in enumerate(program.steps):
+        kinds = {program.steps[reader].node.op_type for name in step.writes for reader in readers.get(name, ())}
+        if step.node.op_type == DOWN and kinds == {UP} and step.writes[0] not in program.outputs:
+            source = step.node.input[0]
+            homes[step.writes[0]] = back.get(source) or _Home(source, at, step.writes[0])
+            dropped.add(at)
+        elif step.node.op_type == UP and step.node.input[0] in homes:
+            (name,), home = step.writes, homes[step.node.input[0]]
+            home.ups[name] = at, min(readers.get(name, [len(program.steps)]))
+            back[name] = home
+            dropped.add(at)
+    return list({id(home): home for home in homes.values()}.values()), dropped
+
+
+def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
+    """Choose the place of every wait for a copy to the host, and of every copy back."""
+    program, tensors = made.program, made.program.tensors
+    live = offsets.in_use(program, made.offsets)
+    moving = [step.node.op_type in (DOWN, UP) for step in program.steps]
+    took = [0.0 if m else s for m, s in zip(moving, node_seconds(made, stated.costs), strict=True)]
+    start = np.concatenate([[0.0], np.cumsum(took)])  # of each node
+    last = {name: at for at, step in enumerate(program.steps) if not moving[at] for name in _roots(program, step)}
+
+    free = 0.0
+    for home in sorted(homes, key=lambda home: home.down):
+        nbytes = tensors[home.source].nbytes
+        free = max(free, float(start[home.down])) + stated.seconds(nbytes)
+        read = last.get(program.root.get(home.source, home.source), home.down)
+        over = read > home.down and _overwrites(program, made.offsets, read, home.source)
+        until = min(up for up, _ in home.ups.values())
+        at = min(max(read if over else read + 1, home.down + 1), until)
+        while at < until and start[at] < free and live[at] + nbytes <= stated.live:
+            live[at] += nbytes
+            at += 1
+        home.gone = at
+
+    coming = [(first, name, home) for home in homes for name, (_, first) in home.ups.items()]
+    coming.sort(key=lambda each: each[:2])
+    latest: dict[str, int] = {}
+    following = float("inf")
+    for first, name, _ in reversed(coming):
+        following = min(float(start[first]), following) - _AHEAD * stated.seconds(tensors[name].nbytes)
+        latest[name] = int(np.searchsorted(start, following, "right")) - 1
+    for first, name, home in coming:
+        at, nbytes = home.ups[name][0], tensors[name].nbytes
+        while at > max(latest[name], home.gone) and live[at - 1] + nbytes <= stated.live:
+            at -= 1
+            live[at] += nbytes
+        home.ups[name] = at, first
+
+
+def _roots(program: Program, step: LeanNode) -> list[str]:
+    return [program.root.get(name, name) for name in step.reads]
+
+
+def _overwrites(program: Program, laid: Offsets, at: int, name: str) -> bool:
+    """Does the node at `at` write over a value?"""
+    place = {each.name: each.offset for each in laid.placements}
+    where = place.get(program.root.get(name, name))
+    return where is not None and any(place.get(made) == where for made in program.steps[at].writes)
+
+
+def _with_copies(
+    made: SlabLayout, homes: Sequence[_Home], dropped: set[int], secret: int
+) -> tuple[list[LeanNode], Mapping[str, Tensor], tuple[Copy, ...], int]:
+    """Return the nodes with copies and waits in place of moves, their types, the copies, and the bytes of the host."""
+    program, tensors = made.program, dict(made.program.tensors)
+    offset, pinned = _host_layout(program, homes)
+    copies: list[Copy] = []
+    before: dict[int, list[tuple[int, int, LeanNode]]] = {}  # by the node that they precede
+
+    def add(at: int, kind: int, read: str, result: str, home: _Home, event: int) -> None:
+        for name in (read, result):
+            if name not in tensors or name == home.name:
+                tensors[name] = Tensor(TensorProto.UINT8, (0,), 0, (0,))
+        ends = [(tensors[name].dtype, tensors[name].shape) for name in (read, result)]
+        copied = tensors[home.source].nbytes
+        copies.append(Copy(kind, offset[home.name], copied, event, ends[0], ends[1]))
+        rank = {WAIT: 0 if result.startswith(_GONE) else 2, IN: 1, OUT: 3}[kind]
+        made_node = node(kind, read, result, secret, len(made.kernels) + len(copies) - 1)
+        before.setdefault(at, []).append((rank, len(copies), LeanNode(made_node)))
+
+    event = 0
+    for home in sorted(homes, key=lambda home: home.down):
+        add(home.down, OUT, home.source, home.name, home, event)
+        add(home.gone, WAIT, home.source, f"{_GONE}{home.source}", home, event)
+        event += 1
+    coming = [(at, first, name, home) for home in homes for name, (at, first) in home.ups.items()]
+    for at, first, name, back in sorted(coming, key=lambda each: each[:3]):
+        add(at, IN, back.name, name, back, event)
+        add(first, WAIT, name, f"{_HERE}{name}", back, event)
+        event += 1
+    steps: list[LeanNode] = []
+    for at in range(len(program.steps) + 1):
+        steps += [step for *_, step in sorted(before.get(at, ()), key=lambda each: each[:2])]
+        if at < len(program.steps) and at not in dropped:
+            steps.append(program.steps[at])
+    return steps, tensors, tuple(copies), pinned
+
+
+_GONE, _HERE = TAG + "gone.", TAG + "here."
+"""Start of the names of empty values, which waits make."""
+
+
+def _host_layout(program: Program, homes: Sequence[_Home]) -> tuple[dict[str, int], int]:
+    """Return the offset of each value in the host's memory for copies, and its bytes."""
+    lower = np.array([home.down for home in homes], np.int64)
+    upper = np.array([max(first for _, first in home.ups.values()) + 1 for home in homes], np.int64)
+    size = np.array([program.tensors[home.source].nbytes for home in homes], np.int64)
+    found = layout.solve(lower, upper, size, alignment=_ALIGNMENT, effort=0)
+    return {home.name: int(at) for home, at in zip(homes, found.offsets, strict=True)}, found.height
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step on three streams: the kernels', and one for copies in each direction.
+
+    Attributes
+    ----------
+    seconds : float
+        From its start to the end of its last node or copy.
+    copies : float
+        Sum of the time of all copies.
+    waited : float
+        Time that kernels wait for copies, those included that run on their own stream.
+    """
+
+    seconds: float
+    copies: float
+    waited: float
+
+
+def timeline(made: SlabLayout, costs: str = "") -> Timeline:
+    """Foresee when each node and copy of a step runs; `costs` as in `Options`."""
+    stated, took = Stated.of(made.compiled.graph.model), node_seconds(made, costs)
+    clock = {OUT: 0.0, IN: 0.0}
+    done: dict[int, float] = {}
+    now = copies = waited = 0.0
+    numbers = iter(_copies_in_order(made))
+    for step, seconds in zip(made.program.steps, took, strict=True):
+        kind = kind_of(step.node)
+        if kind is None:
+            now += seconds
+            if step.node.op_type in (DOWN, UP) and stated is not None:
+                copies, waited = copies + seconds, waited + seconds
+            continue
+        copy = next(numbers)
+        if kind == WAIT:
+            late = max(done[copy.event] - now, 0.0)
+            now, waited = now + late, waited + late
+        else:
+            assert stated is not None, "copies run beside kernels where the file says so"
+            each = stated.seconds(copy.nbytes)
+            clock[kind] = max(clock[kind], now) + each
+            done[copy.event] = clock[kind]
+            copies += each
+    return Timeline(now, copies, waited)
+
+
+def _copies_in_order(made: SlabLayout) -> list[Copy]:
+    """Return the copies of the nodes of `copies.OP`, in their order."""
+    first = len(made.kernels)
+    nodes = [step.node for step in made.program.steps if kind_of(step.node) is not None]
+    return [made.copies[next(a.i for a in each.attribute if a.name == "handle") - first] for each in nodes]

@@ -1,0 +1,183 @@
+"""Copies to the host and back that run beside the kernels: their places, their order, their numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from onnx_remat import rewrite_model
+from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.moves import DOWN, UP
+from onnx_remat.ort.prepare import Preparation
+from onnx_remat.session import fusing, overlap, prediction
+from onnx_remat.session.copies import KEY, Stated, kind_of
+from onnx_remat.session.slab_layout import SlabLayout
+from tests.support.copies_check import check_copies
+from tests.support.fake_cuda import here
+from tests.support.graphs import mlp, model_of
+
+pytestmark = pytest.mark.skipif(bool(fusing.why_not("cuda")), reason=fusing.why_not("cuda"))
+on_fake_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+SIZES = [100_000 + 1000 * i for i in range(6)]
+
+
+def there_and_back(live: int, bandwidth: float = 1e9) -> onnx.ModelProto:
+    """Each of six states is computed, moved, and read in reverse order; of different sizes, so that none are fused."""
+    nodes = []
+    for i in range(6):
+        nodes += [
+            helper.make_node("Exp", [f"w{i}"], [f"e{i}"], name=f"exp{i}"),
+            helper.make_node("Tanh", [f"e{i}"], [f"h{i}"], name=f"tanh{i}"),
+            helper.make_node(DOWN, [f"h{i}"], [f"home{i}"], name=f"down{i}"),
+        ]
+    for i in reversed(range(6)):
+        nodes += [
+            helper.make_node(UP, [f"home{i}"], [f"back{i}"], name=f"up{i}"),
+            helper.make_node("Mul", [f"back{i}", f"w{i}"], [f"m{i}"], name=f"mul{i}"),
+            helper.make_node("Add", [f"m{i}", f"back{i}"], [f"new.w{i}"], name=f"add{i}"),
+        ]
+    nodes.append(helper.make_node("ReduceSum", ["back0"], ["loss"], name="loss", keepdims=0))
+    shapes = {f"w{i}": [size] for i, size in enumerate(SIZES)}
+    model = model_of(nodes, shapes, {"loss": []} | {f"new.{name}": shape for name, shape in shapes.items()})
+    Stated(bandwidth, "h100", live).put(model)
+    return model
+
+
+def laid(model: onnx.ModelProto) -> SlabLayout:
+    return prediction.laid_out(executed(model))
+
+
+def executed(model: onnx.ModelProto) -> Executed:
+    return as_executed(model, None, "all", Preparation(kernels_of("cuda")))
+
+
+def kinds(made: SlabLayout) -> list[str]:
+    letters = {None: "k", OUT: "o", IN: "i", WAIT: "w"}
+    return [letters[kind_of(step.node)] for step in made.program.steps]
+
+
+@pytest.mark.parametrize("live", [1, 900_000, 1_300_000, 10_000_000])
+@pytest.mark.parametrize("bandwidth", [1e8, 1e12])
+def test_every_node_reads_what_was_made_for_it(live, bandwidth):
+    """Whatever room there is, and however long copies take: done at once, or as late as anything waits for them."""
+    made = laid(there_and_back(live, bandwidth))
+    assert made.pinned >= 4 * sum(SIZES[:5])
+    assert {check_copies(made, late) for late in (False, True)} == {(6, 6)}
+    assert made.offsets.live <= max(live, prediction.without_overlap(executed(there_and_back(0))).offsets.live)
+
+
+def test_what_no_kernel_has_to_wait_for_takes_no_time():
+    """With room for all values kernels wait less than with little, where they wait for each copy."""
+    kernels = overlap.timeline(laid(there_and_back(0, 1e15)))
+    wide, narrow = (overlap.timeline(laid(there_and_back(live, 1e11))) for live in (10_000_000, 1))
+    plain = overlap.timeline(laid(there_and_back(0, 1e11)))
+    assert wide.copies == pytest.approx(narrow.copies) == pytest.approx(plain.copies)
+    assert wide.waited < 0.9 * narrow.waited and narrow.waited == pytest.approx(plain.waited) == plain.copies
+    assert plain.seconds == pytest.approx(kernels.seconds - kernels.copies + plain.copies)
+
+
+def test_without_room_a_copy_is_waited_for_where_its_memory_is_needed():
+    assert "".join(kinds(laid(there_and_back(1)))) == "kow" * 6 + "iwk" * 6 + "k"
+
+
+def test_more_room_lets_copies_run_ahead():
+    order = "".join(kinds(laid(there_and_back(1_300_000, 1e10))))
+    assert order.count("o") == order.count("i") == 6 and order.count("w") == 12
+    assert "kow" * 6 not in order and "iwk" * 6 not in order
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"bandwidth": 0, "costs": "t4"}', '{"costs": 1}', "{", '{"live": "x"}'])
+def test_a_file_that_says_nothing_of_its_copies_runs_them_with_the_kernels(text):
+    model = there_and_back(1)
+    del model.metadata_props[:]
+    model.metadata_props.add(key=KEY, value=text)
+    made = laid(model)
+    assert not made.copies and made.pinned == 0
+    assert sum(step.node.op_type in (DOWN, UP) for step in made.program.steps) == 12
+
+
+def test_a_value_that_leaves_twice_is_copied_to_the_host_once():
+    model = there_and_back(1)
+    nodes = list(model.graph.node)
+    last = next(i for i, node in enumerate(nodes) if node.name == "up5")
+    again = [
+        helper.make_node(DOWN, ["back5"], ["home5b"], name="down5b"),
+        helper.make_node(UP, ["home5b"], ["back5b"], name="up5b"),
+    ]
+    add = next(node for node in nodes if node.name == "add0")
+    nodes.insert(last + 1, again[0])
+    nodes.insert(nodes.index(add), again[1])
+    add.input[1] = "more"
+    nodes.insert(nodes.index(add), helper.make_node("ReduceSum", ["back5b"], ["more"], name="more", keepdims=0))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    made = laid(model)
+    assert {check_copies(made, late) for late in (False, True)} == {(6, 7)}
+
+
+@pytest.fixture(scope="module")
+def moved():
+    return rewrite_model(
+        mlp(layers=12, batch=4096, width=128), "50%", offload=True, host_bandwidth="100GB", costs="t4", provider="cuda",
+        run_by="loop", effort=0.5, verify="none",
+    )  # fmt: skip
+
+
+def test_a_plan_pays_only_for_what_kernels_wait_for(moved):
+    report = moved.report
+    assert report.moved.covered > 0.9 and report.moved.share < 0.01
+    assert report.loop_after.waited < 0.1 * report.loop_after.copies
+    assert report.loop_after.total <= report.budget
+    made = laid(moved.model)
+    assert {check_copies(made, late) for late in (False, True)} == {(len(report.moved.values),) * 2}
+    stated = json.loads(next(each.value for each in moved.model.metadata_props if each.key == KEY))
+    assert made.offsets.live <= stated["live"]
+
+
+def test_without_kernels_of_ours_copies_run_with_the_others(moved):
+    made = prediction.laid_out(executed(moved.model), fuse=False)
+    assert not made.copies
+
+
+@on_fake_device
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("live", [1, 1_300_000])
+def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
+    model = there_and_back(live)
+    onnx.save(model, tmp_path / "step.onnx")
+    job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "numbers": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job, late=late)
+    assert "outputs" in found, found
+    rng = np.random.default_rng(0)
+    for i, size in enumerate(SIZES):
+        w = rng.random(size).astype(np.float32)
+        for _ in range(3):
+            h = np.tanh(np.exp(w))
+            w = h * w + h
+        np.testing.assert_allclose(found["outputs"][f"w{i}"], w, rtol=1e-5)
+
+
+@on_fake_device
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_path):
+    moved.save(tmp_path / "moved.onnx")
+    job = {"path": str(tmp_path / "moved.onnx"), "limits": [0], "graph": graph}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    predicted = moved.report.loop_after
+    assert [step["peak"] for step in found["steps"]] == [predicted.total - prediction.TABLES_BYTES] * 3
+    assert [step["replays"] for step in found["steps"]] == [int(graph)] * 3
+    assert found["donated"] == 12
+
+
+def test_a_hundredth_of_the_time_is_no_reason_to_plan_differently(moved):
+    """What is foreseen for the file is what its plan is judged by."""
+    footprint = moved.report.loop_after
+    again = prediction.footprint(laid(moved.model), "t4")
+    assert replace(again, in_use={}) == replace(footprint, in_use={})
