@@ -38,6 +38,11 @@ def check_planning(planning: PlanningOptions, device: str) -> None:
         if planning.get(name) not in (None, value):
             given = _in_planning(Setting(name, planning.get(name)))
             raise UsageError("{}: budgeted states it itself: leave {!r} out", given, name)
+    if planning.get("offload_state"):
+        given = _in_planning(Setting("offload_state", True))
+        raise UsageError(
+            "{}: PyTorch keeps the optimizer's state on the device: train the exported step by Loop", given
+        )
 
 
 def summary(framework: str, own: int, report: Report) -> str:

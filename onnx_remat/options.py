@@ -266,6 +266,14 @@ class Options:
     """May a plan for a device move values to the host's memory and back, where that takes less time than recomputing
     them? For ``run_by="loop"``."""
 
+    offload_state: bool = _option(
+        False, _switch, "--offload-state",
+        "keep state that only the update reads, such as an optimizer's moments, in the host's memory: each is copied "
+        "to the device before its update, and back after it: for --provider cuda", group=MOVING,
+    )  # fmt: skip
+    """Keep state that only the update reads, such as an optimizer's moments, in the host's memory? For
+    ``run_by="loop"``."""
+
     host_bandwidth: str | int | None = _option(
         None, _any, "--host-bandwidth",
         "bandwidth to the host and back, in bytes per second (default: 25GB, or that of the --costs preset)",
@@ -353,6 +361,7 @@ class PlanningOptions(TypedDict, total=False):
     costs: str
     cudnn_workspace: str | int | None
     offload: bool
+    offload_state: bool
     host_bandwidth: str | int | None
     verify: str
     progress: selectors.Progress
@@ -433,17 +442,23 @@ def parse_options(given: PlanningOptions) -> Options:
 
 
 def _check_offload(options: Options) -> None:
-    """Raise UsageError where `offload` does not apply: only a `Session` on a device moves values to the host."""
-    if options.offload and (options.kernels().device == "cpu" or options.run_by != "loop"):
+    """Raise UsageError where values cannot be moved: only a `Session` on a device moves them to the host."""
+    moving = [name for name in ("offload", "offload_state") if getattr(options, name)]
+    if moving and (options.kernels().device == "cpu" or options.run_by != "loop"):
         raise UsageError(
             "{} moves values out of a device's memory, in onnx_remat.Session: use it with {}, {}",
-            Setting("offload", True),
+            Setting(moving[0], True),
             Setting("provider", "cuda"),
             Setting("run_by", "loop"),
         )
-    if options.host_bandwidth is not None and not options.offload:
-        raise UsageError("{} is for {}", Setting("host_bandwidth"), Setting("offload", True))
-    if options.offload and options.link().bandwidth <= 0:
+    if options.offload_state and not options.fuse:
+        raise UsageError(
+            "{} copies by a kernel of ours: leave out {}", Setting("offload_state", True), Setting("fuse", False)
+        )
+    if options.host_bandwidth is not None and not moving:
+        offload, state = Setting("offload", True), Setting("offload_state", True)
+        raise UsageError("{} is for {} and {}", Setting("host_bandwidth"), offload, state)
+    if moving and options.link().bandwidth <= 0:
         raise UsageError(
             "{} has no bandwidth to the host: set {}",
             Setting("costs", options.costs),

@@ -12,7 +12,7 @@
  * A kernel without code of its own is a convolution, see convolution.c, or runs on a CUDA device: then Python has loaded
  * it with the driver, and a node launches it on ONNX Runtime's stream.
  *
- * onnx_remat::Copy is found in the same table: it copies a value between a device and the host beside the kernels, on a
+ * onnx_remat::Copy is found in the same table: it copies a value between a device and the host alongside the kernels, on a
  * stream of its own, or lets ONNX Runtime's stream wait for such a copy.
  *
  * An output may lie exactly where an input does that is read element by element: kernels read an element of every
@@ -178,7 +178,7 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
     int calls = count && numbers[0] == -1, device = count && ((numbers[0] < -1 && numbers[0] >= -1024) || numbers[0] == COPIES);
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
-               (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] > 0 && numbers[3] <= MOST && numbers[4] > 0 &&
+               (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] >= 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
     size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
     for (int64_t i = 0; good && i < numbers[4]; i++) {
@@ -414,16 +414,17 @@ static int any_type(const void *op, size_t i) { return 0; }
 static int variadic(const void *op, size_t i) { return VARIADIC; }
 static int in_its_memory(const void *op, size_t i) { return 0; }
 static int at_least_one(const void *op) { return 1; }
+static int any_number(const void *op) { return 0; }
 static int mixed_types(const void *op) { return 0; }
 static int first_version(const void *op) { return 1; }
 static int last_version(const void *op) { return INT32_MAX; }
 
 /* struct OrtCustomOp. No MayInplace: only the layout of a session of ours lays outputs over inputs. */
-#define ON(NAME, PROVIDER, COMPUTE) { \
+#define ON(NAME, PROVIDER, COMPUTE, LEAST) { \
     .version = API_VERSION, .name = (Function)NAME, .provider = (Function)PROVIDER, .input_type = (Function)any_type, \
     .input_types = (Function)one, .output_type = (Function)any_type, .output_types = (Function)one, \
     .destroy = (Function)destroy, .input_kind = (Function)variadic, .output_kind = (Function)variadic, \
-    .input_memory = (Function)in_its_memory, .least_inputs = (Function)at_least_one, \
+    .input_memory = (Function)in_its_memory, .least_inputs = (Function)LEAST, \
     .inputs_alike = (Function)mixed_types, .least_outputs = (Function)at_least_one, \
     .outputs_alike = (Function)mixed_types, .create = (Function)create, .compute = (Function)COMPUTE, \
     .infer = (Function)infer, .first_version = (Function)first_version, .last_version = (Function)last_version}
@@ -432,7 +433,8 @@ static const struct {
     Function create_1, name, provider, input_type, input_types, output_type, output_types, compute_1, destroy, input_kind,
         output_kind, input_memory, least_inputs, inputs_alike, least_outputs, outputs_alike, create, compute, infer,
         first_version, last_version, in_place, in_place_done, alias, alias_done;
-} on_cpu = ON(name, cpu, compute), on_cuda = ON(device_name, cuda, launch), copying = ON(copy_name, cuda, copies);
+} on_cpu = ON(name, cpu, compute, at_least_one), on_cuda = ON(device_name, cuda, launch, at_least_one),
+  copying = ON(copy_name, cuda, copies, any_number);
 
 Status *RegisterCustomOps(void *options, const Function *(*const *get_api)(uint32_t version)) {
     static void *domain; /* as long as the process: sessions keep it */

@@ -7,7 +7,7 @@ memory, which takes no device memory; the second, a `Move`, makes the value from
 
 A Move right after its op does nothing: the value is already on the device. Any other Move is a copy to the host, after
 the op or Move that made the value before, and a copy back. How much of their time adds to that of the step is not
-known before planning: a plan assumes a share, and what `session.overlap` foresees for it is the share of the next.
+known before planning: a plan assumes a share, and what `session.overlap` predicts for it is the share of the next.
 
 References
 ----------
@@ -51,7 +51,7 @@ class Link:
 
     def seconds(self, nbytes: int) -> float:
         """Return the time by which a step grows that copies a value to the host and back."""
-        return self.waited * 2 * nbytes / self.bandwidth + _START_SECONDS
+        return self.waited * (2 * nbytes / self.bandwidth + _START_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +239,7 @@ def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
         if (
             name
             and op.node.domain in STANDARD_DOMAINS
+            and op.node.op_type not in (DOWN, UP)
             and op.node.op_type != "Transpose"  # ONNX Runtime may merge it into its readers
             and not graph.values[name].is_output
             and problem.alias_slot[problem.out_ptr[op.index]] < 0

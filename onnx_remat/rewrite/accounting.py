@@ -348,9 +348,14 @@ class LoopMemory(Accounting):
         return int(footprint.total * (1 + _UNPREDICTED))
 
     def copies(self) -> Stated:
-        """Return what a file with moves says of them, while its copies run on the stream of the kernels."""
-        costs = self.options.costs if self.options.costs in PRESETS else self.compiled.kernels.costs
-        return Stated(self.options.link().bandwidth, costs)
+        """Return what a file says of its copies: alongside kernels, if these are ours, where no more may be live."""
+        return self.stated(self.compiled, self.options)
+
+    @staticmethod
+    def stated(compiled: Compiled, options: Options) -> Stated:
+        """As `copies`, before there is an accounting."""
+        costs = options.costs if options.costs in PRESETS else compiled.kernels.costs
+        return Stated(options.link().bandwidth, costs, int(options.fuse))
 
     def prices_kernels(self) -> bool:
         return self.cost is not None

@@ -484,6 +484,6 @@ def _write(
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
     written = realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
-    if written.moved and isinstance(goal.memory, LoopMemory):
+    if isinstance(goal.memory, LoopMemory) and (written.moved or goal.memory.options.offload_state):
         goal.memory.copies().put(written.model)
     return written

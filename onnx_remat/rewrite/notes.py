@@ -19,7 +19,7 @@ from onnx_remat.units import format_bytes
 from onnx_remat.write.decided import BUDGET_KEY
 
 MOVES = (
-    "values are moved when they are due, and beside kernels, by onnx_remat.Session and training.Loop alone; in "
+    "values are moved when they are due, and alongside kernels, by onnx_remat.Session and training.Loop alone; in "
     "onnxruntime's own session they come back early, and kernels wait for each copy"
 )
 

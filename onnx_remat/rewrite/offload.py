@@ -3,9 +3,9 @@
 The first plan moves nothing. The values worth moving are those allocated at its peak and those whose recompute costs
 more than a move; the next plan may move them and starts from the plan before. This repeats while plans improve.
 
-Copies run beside the kernels (`session.overlap`), as far as the budget has room for what is on its way. So a move costs
-what kernels wait for it. That is known once there is a file: the next plan pays for the share that they waited for in
-the file before. Where kernels wait for long, a plan for less memory than the budget leaves more room for copies.
+Copies run alongside the kernels (`session.overlap`), as far as the budget has room for what is on its way. So a move
+costs what kernels wait for it. That is known once there is a file: the next plan pays for the share that they waited
+for in the file before. Where kernels wait for long, a plan for less memory than the budget leaves more room for copies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.options import Options
+from onnx_remat.ort.host_state import when_due
 from onnx_remat.ort.moves import Link, adjoined, carried, movable, moved, split, worth_moving
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
@@ -36,7 +37,7 @@ _LONG = 0.1  # share of the copies' time that kernels wait for, above which such
 _FREE = 0.001  # extra compute below which no other plan is looked for
 _FITS = 3  # layouts with overlap for one file, each with less room than the last took too much
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
-_LEAST_WAITED = 0.02  # share of its time that a move is taken to cost at least
+_HOPED, _LEAST_WAITED = 0.1, 0.02  # share of its time that a move is taken to cost: first, and at least
 _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
@@ -59,20 +60,21 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         Neither kind was found.
     """
     options, deadline = work.options, work.deadline
-    memory, link = goal.memory, options.link()
+    memory, link = goal.memory, replace(options.link(), waited=_HOPED if options.fuse else 1.0)
     assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
     compiled = memory.compiled
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
     try:
         best = fit(goal, replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE)), seconds_per_file)
+        best = _overlapped(best, goal)
         start = best.plan.compiled, best.plan.schedule
     except BudgetInfeasibleError as error:
         refusal = error
         start = compiled, _lowest(goal, error, options, deadline.sooner(seconds_per_file, _SHARE))
     before: tuple[set[str], Link, int] | None = None
     allowed = goal.allowed
-    for turn in range(_ROUNDS):
+    for turn in range(_ROUNDS if options.offload else 0):
         if turn and deadline.ends_within(seconds_per_file):
             break
         names = set(worth_moving(*start, link, at_any_price=best is None))
@@ -106,7 +108,7 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         best = found if better else best
         if found.plan.extra_compute < _FREE or not (better or turn == 0):
             break
-        if link.waited < 1 and waited > _LONG:
+        if turn and waited > _LONG:
             allowed = int(allowed * _ROOM)
         link = replace(link, waited=max(waited, _LEAST_WAITED))
     found_or_given = [each for each in (best, rival) if each is not None]
@@ -123,11 +125,11 @@ def _waited(made: Fitted) -> float:
 
 
 def _overlapped(made: Fitted, goal: Goal) -> Fitted:
-    """Return a file whose copies run beside the kernels as far as the budget has room, with what that costs."""
+    """Return a file whose copies run alongside the kernels as far as the budget has room, with what that costs."""
     memory, footprint = goal.memory, made.footprint
-    if not made.written.moved or footprint is None:
-        return made
     assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
+    if not (made.written.moved or memory.options.offload_state) or footprint is None:
+        return made
     stated, best = memory.copies(), footprint
     if memory.options.fuse:
         arranged = prediction.without_overlap(made.executed[memory.levels()[-1]])
@@ -158,5 +160,5 @@ def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline
     try:
         return make_plan(within, within.target(), less, deadline).schedule
     except BudgetInfeasibleError:
-        order = after_readers(compiled.problem, compiled.default_order().order)
+        order = after_readers(compiled.problem, when_due(compiled, compiled.default_order().order))
         return adjoined(compiled.problem, order.tolist())

@@ -11,13 +11,14 @@ from types import MappingProxyType
 
 import onnx
 
-from onnx_remat.errors import ModelError
+from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import model_io, shapes
 from onnx_remat.ir.body import check_fits
 from onnx_remat.ir.state import with_state
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
+from onnx_remat.ort.host_state import counted, movable_state, with_state_on_host
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, simulated_levels
@@ -80,6 +81,8 @@ class Original:
     @property
     def taken(self) -> int:
         """Bytes that count against a budget: the covered memory, with the arena where the budget covers that."""
+        if self.options.offload_state and self.footprint is not None:
+            return self.footprint.total  # with its state on the device
         return self.memory.covered
 
     def peaks_by_level(self) -> dict[str, int]:
@@ -87,8 +90,8 @@ class Original:
         return {level: each.timeline.peak for level, each in self.by_level.items()}
 
     def keeps(self, budget: int) -> bool:
-        """Return whether the original itself is within a budget."""
-        return self.taken <= budget
+        """Return whether the original itself is within a budget, and is to stay as it is."""
+        return self.taken <= budget and not self.options.offload_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
         _ = executed.timeline  # simulated within the stage
     by_level = {"all": executed}
     memory: Accounting
+    if options.offload_state:
+        return _with_state_on_host(source, compiled, executed, options, clock, deadline)
     if options.run_by == "session":
         if options.level == "every":  # percentages are of the worst
             with clock.stage("simulate result"):
@@ -151,6 +156,35 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
     return Original(
         options, source.folder, source.data, memory, executed, by_level, footprint, clock.seconds, deadline, expanded
     )
+
+
+def _with_state_on_host(
+    source: model_io.Source,
+    compiled: Compiled,
+    executed: Executed,
+    options: Options,
+    clock: Stopwatch,
+    deadline: Deadline,
+) -> Original:
+    """Return a step as it is, to be planned with its state on the host."""
+    state = movable_state(compiled)
+    if not state:
+        given = Setting("offload_state", True)
+        raise UsageError("{}: no input is read by its own update alone, as moments are: leave this out", given)
+    footprint = _predicted(executed, source.model, options)
+    with clock.stage("load"):
+        moved = with_state_on_host(source, state)
+        planned = prepare(moved.model, options.preparation())
+        LoopMemory.stated(planned, options).put(planned.graph.model)
+    with clock.stage("simulate original"):
+        there = as_executed(planned.graph.model, source.folder, "all", options.preparation(), planned)
+    least = _predicted(there, planned.graph.model, options)
+    memory = LoopMemory.of(replace(there, compiled=counted(there.compiled)), counted(planned), least, options)
+    nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
+    return Original(
+        options, source.folder, source.data, memory, executed, {"all": executed}, footprint, clock.seconds, deadline,
+        bool(source.model.functions) or nodes[0] != nodes[1],
+    )  # fmt: skip
 
 
 def _at_every_level(

@@ -12,7 +12,7 @@ from onnx_remat.memory.donation import after_readers
 from onnx_remat.memory.problem import Schedule, check_schedule
 from onnx_remat.messages import Message, Setting, joined
 from onnx_remat.options import Options
-from onnx_remat.ort import moves
+from onnx_remat.ort import host_state, moves
 from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.plan import selectors
@@ -132,7 +132,8 @@ def as_it_is(goal: Goal) -> Plan:
 
 
 def _default_order(compiled: Compiled) -> Schedule:
-    order = moves.adjoined(compiled.problem, compiled.default_order().order).order
+    due = host_state.when_due(compiled, compiled.default_order().order)
+    order = moves.adjoined(compiled.problem, due).order
     return Schedule(tuple(after_readers(compiled.problem, order).tolist()))
 
 

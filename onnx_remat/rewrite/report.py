@@ -196,6 +196,8 @@ class Report(Finding):
                 f"+{self.moved.share:.1%} of it to wait for {format_bytes(self.moved.nbytes)} to the host and back, "
                 f"{self.moved.covered:.0%} of whose time kernels run"
             )
+        if self.loop_after and self.loop_after.state_on_host:
+            room += f", {format_bytes(self.loop_after.state_on_host)} of state on the host"
         before, after = self.covered()
         saved = 1 - after / before if before else 0.0
         change = f"-{saved:.1%}" if after != before else "unchanged"
@@ -271,13 +273,15 @@ class Report(Finding):
         return rows
 
     def _move_rows(self) -> list[tuple[str, str, str]]:
+        state = self.loop_after.state_on_host if self.loop_after else 0
+        held = [("  state on the host", "", format_bytes(state))] if state else []
         if self.moved is None:
-            return []
+            return held
         host = self.loop_after.on_host if self.loop_after else 0
         rows = [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
         rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
         rows += [("    of their time, kernels run", "", f"{self.moved.covered:.0%}")]
-        return [*rows, ("    the host keeps at most", "", format_bytes(host))]
+        return [*rows, ("    the host keeps at most", "", format_bytes(host)), *held]
 
     @staticmethod
     def _sides(

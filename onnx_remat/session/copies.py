@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and the host beside the kernels: their nodes, and what a file says of them."""
+"""Copies between a CUDA device and the host alongside the kernels: their nodes, and what a file says of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stated:
     costs : str
         Device by whose roofline nodes are timed.
     live : int
-        Bytes of the slab that may be live at once where copies run beside the kernels; 0 where they do not.
+        Bytes of the slab that may be live at once where copies run alongside the kernels; 0 where they do not.
     """
 
     bandwidth: float
@@ -74,33 +74,50 @@ class Copy:
         Place of the value in the host's memory for copies.
     event : int
         Number of the event that says it is done.
-    read, made : (int, tuple of int)
-        Element type and shape of what its node reads and makes.
+    read : (int, tuple of int) or None
+        Element type and shape of what its node reads; None if it reads nothing.
+    made : (int, tuple of int)
+        Likewise of what its node makes.
+    state : bool
+        Does the value lie in the memory of a session's state on the host, instead of that for copies?
     """
 
     kind: int
     offset: int
     nbytes: int
     event: int
-    read: tuple[int, tuple[int, ...]]
+    read: tuple[int, tuple[int, ...]] | None
     made: tuple[int, tuple[int, ...]]
+    state: bool = False
 
     def numbers(self) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``."""
-        (read, shape), (made, axes) = self.read, self.made
-        elements = max(math.prod(shape), math.prod(axes))
-        return [shim.COPIES, elements, 1, 1, 1, read, math.prod(shape), made, len(axes), *axes]
+        inputs = [] if self.read is None else [(self.read[0], math.prod(self.read[1]))]
+        made, axes = self.made
+        elements = max([math.prod(axes), *(count for _, count in inputs)])
+        flat = [number for each in inputs for number in each]
+        return [shim.COPIES, elements, 1, len(inputs), 1, *flat, made, len(axes), *axes]
 
     def stated(self) -> dict[str, Any]:
         """Return what a session needs besides, as JSON data."""
-        return {"kind": self.kind, "offset": self.offset, "nbytes": self.nbytes, "event": self.event}
+        names = "kind", "offset", "nbytes", "event", "state"
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class StateOnHost:
+    """State of a step that lies on the host: the output that renews it, and its offset in that memory."""
+
+    output: str
+    offset: int
 
 
 def node(kind: int, read: str, made: str, secret: int, handle: int) -> onnx.NodeProto:
-    """Return the node of a copy."""
+    """Return the node of a copy; `read` is empty where it reads nothing."""
     name = {shim.OUT: f"copy out of {read}", shim.IN: f"copy in of {made}", shim.WAIT: f"wait for {read}"}[kind]
+    inputs = [read] if read else []
     return onnx.helper.make_node(
-        shim.COPY_OP, [read], [made], name, domain=shim.DOMAIN, secret=secret, handle=handle, kind=kind
+        shim.COPY_OP, inputs, [made], name, domain=shim.DOMAIN, secret=secret, handle=handle, kind=kind
     )
 
 

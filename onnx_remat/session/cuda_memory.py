@@ -61,6 +61,34 @@ class Block:
         read(self.address + offset, into)
 
 
+class HostBlock:
+    """Zero-initialised bytes of the host that a device can copy from; freed when the object is no longer referenced.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size; at least one byte is allocated.
+
+    Attributes
+    ----------
+    address : int
+
+    Raises
+    ------
+    ModelError
+        The host has too little memory of this kind.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        found = ctypes.c_void_p()
+        with runtime() as cuda:
+            size = ctypes.c_size_t(max(nbytes, 1))
+            check(cuda.cudaHostAlloc(ctypes.byref(found), size, ctypes.c_uint(0)), f"use {nbytes} bytes of the host")
+            self.address = int(found.value or 0)
+            weakref.finalize(self, cuda.cudaFreeHost, found).atexit = False  # exiting frees it anyway
+        ctypes.memset(self.address, 0, nbytes)
+
+
 def write(address: int, array: npt.NDArray[Any]) -> None:
     """Copy an array to an address of the device."""
     array = np.ascontiguousarray(array)

@@ -1,4 +1,4 @@
-"""What copies beside the kernels need of CUDA: streams of their own, events, and memory of the host."""
+"""What copies alongside the kernels need of CUDA: streams of their own, events, and memory of the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default str
 _NO_TIMING = 2  # cudaEventDisableTiming
 
 
-def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned: int) -> None:
+def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned: int, state: int = 0) -> None:
     """Within `shim.offered`, let copies run: give them streams, events and `pinned` bytes of the host.
 
     Parameters
@@ -27,6 +27,8 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
     copies : sequence of mapping
         `copies.Copy.stated` of each.
     pinned : int
+    state : int
+        Address of the session's state on the host.
 
     Raises
     ------
@@ -49,7 +51,7 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
             if copy["kind"] != shim.WAIT:
                 issued, stream = _event(cuda, secret), _stream(copy["kind"])
                 done[copy["event"]] = _event(cuda, secret)
-            place = (host.value or 0) + copy["offset"]
+            place = (state if copy["state"] else host.value or 0) + copy["offset"]
             ends = stream, issued, done[copy["event"]]
             shim.describe_copy(secret, first + number, [copy["kind"], place, copy["nbytes"], *ends, *functions])
 

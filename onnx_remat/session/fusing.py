@@ -292,10 +292,10 @@ def compile_to_file(
 
 
 @contextmanager
-def offered(path: Path, runs: bool = True) -> Iterator[None]:
+def offered(path: Path, runs: bool = True, state: int = 0) -> Iterator[None]:
     """Within the block, make the kernels in a file available to the model that they were written for.
 
-    Copies get memory of the host only if the model `runs`.
+    Copies get memory of the host only if the model `runs`; `state` is the address of the step's state there.
 
     Raises
     ------
@@ -320,7 +320,7 @@ def offered(path: Path, runs: bool = True) -> Iterator[None]:
             from onnx_remat.session import device_copies
 
             first = len(head["kernels"]) - len(head["copies"])
-            device_copies.enable(head["secret"], first, head["copies"], head["pinned"])
+            device_copies.enable(head["secret"], first, head["copies"], head["pinned"], state)
         yield
 
 

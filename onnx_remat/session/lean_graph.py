@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -117,11 +117,11 @@ def _reading(op: graph.Op, instead: Mapping[str, str]) -> LeanNode:
 
 
 def _without_unread(steps: list[LeanNode], kept: Iterable[str]) -> list[LeanNode]:
-    """Return `steps` without ops on axes that have no reader left."""
+    """Return `steps` without ops on axes, and copies to the device for them, that have no reader left."""
     wanted = set(kept)
     left = []
     for step in reversed(steps):
-        small = step.node.op_type in ("Size", "Mul", "Shape", "Slice", "Unsqueeze") and not step.node.domain
+        small = step.node.op_type in ("Size", "Mul", "Shape", "Slice", "Unsqueeze", UP) and not step.node.domain
         if small and not wanted.intersection(step.writes):
             continue
         wanted.update(step.reads)
@@ -185,21 +185,22 @@ def _is_small(weight: onnx.TensorProto) -> bool:
 
 
 def moved_when_due(steps: Sequence[LeanNode], kernels: Kernels) -> list[LeanNode]:
-    """Return `steps` with copies to the host as early, and copies from it as late as possible.
+    """Return `steps` with copies to the host as early, and copies from it as late as possible, of state as well.
 
     Control edges cannot enforce this: an edge would run through the host's copy, on the device.
     """
     down = {step.node.output[0]: step for step in steps if step.node.op_type == DOWN}
-    late: dict[str, LeanNode] = {}  # copies up of what was copied down, and views of them
+    made = {name for step in steps for name in step.writes}
+    late: dict[str, LeanNode] = {}  # copies up of state and of what was copied down, and views of them
     for step in steps:
         (first, *_), viewed = step.node.input or ("",), {slot for slot, _ in kernels.aliases(step.node)}
-        if (step.node.op_type == UP and first in down) or (0 in viewed and first in late):
+        if (step.node.op_type == UP and (first in down or first not in made)) or (0 in viewed and first in late):
             late[step.node.output[0]] = step
     read = {step.node.input[0] for step in late.values()}
-    made = {name for step in steps for name in step.writes}
+    used = {name for step in steps for name in step.reads}
     early: dict[str, list[LeanNode]] = {}
     for name, step in down.items():
-        if name in read and step.node.input[0] in made:
+        if (name in read or name not in used) and step.node.input[0] in made:
             early.setdefault(step.node.input[0], []).append(step)
     waiting = {id(step) for step in (*late.values(), *(step for each in early.values() for step in each))}
     result: list[LeanNode] = []
@@ -239,18 +240,24 @@ def as_run(steps: Sequence[LeanNode]) -> list[LeanNode]:
 
 
 def copy_of(
-    model: onnx.ModelProto, steps: Sequence[LeanNode], bound: Iterable[str], constants: Iterable[onnx.TensorProto] = ()
+    model: onnx.ModelProto,
+    steps: Sequence[LeanNode],
+    bound: Iterable[str],
+    constants: Iterable[onnx.TensorProto] = (),
+    without: Container[str] = (),
 ) -> onnx.ModelProto:
     """Return the model to load: `steps` in their order, with the values in `bound` as additional graph outputs.
 
-    `constants` are added to the model's weights. Names of nodes start with their positions. Documentation and metadata
-    are left out, since ONNX Runtime would keep them in memory.
+    `constants` are added to the model's weights; inputs and outputs in `without` are left out. Names of nodes start
+    with their positions. Documentation and metadata are left out, since ONNX Runtime would keep them in memory.
     """
     source = model.graph
     copy = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     copy.graph.name = "step"
-    for field in ("input", "output", "initializer", "sparse_initializer"):
-        getattr(copy.graph, field).extend(getattr(source, field))
+    for field in ("input", "output"):
+        getattr(copy.graph, field).extend(value for value in getattr(source, field) if value.name not in without)
+    copy.graph.initializer.extend(source.initializer)
+    copy.graph.sparse_initializer.extend(source.sparse_initializer)
     copy.graph.initializer.extend(constants)
     copy.graph.node.extend(node for node in source.node if graph.is_constant(node))
     stated: dict[str, None] = {}

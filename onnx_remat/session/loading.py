@@ -13,7 +13,9 @@ from onnx_remat.fuse import shim
 from onnx_remat.session import fusing, scratch
 
 
-def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None) -> Any:
+def load(
+    path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, save_to: Path | None = None, state: int = 0
+) -> Any:
     """Open ONNX Runtime's session on a lean graph: no optimisations, nodes in the file's order.
 
     Fused nodes find their kernels in the file that `fusing.kernel_file` names, if it exists.
@@ -29,6 +31,8 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
         Bytes of the pool for scratch memory, see `scratch`; 0 for none.
     save_to : Path, optional
         Where to write the graph as ONNX Runtime loaded it.
+    state : int
+        Address of the step's state on the host.
 
     Raises
     ------
@@ -57,7 +61,7 @@ def load(path: Path, providers: Sequence[Any], threads: int = 0, pool: int = 0, 
     if kernels.exists():
         shim.register(options)
     try:
-        with fusing.offered(kernels, runs=save_to is None) if kernels.exists() else nullcontext():
+        with fusing.offered(kernels, save_to is None, state) if kernels.exists() else nullcontext():
             return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
     except ModelError:
         raise

@@ -6,6 +6,7 @@ megabytes more than their sizes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.ort import libraries
-from onnx_remat.session.cuda_memory import Block, move, read, wait, write
+from onnx_remat.session.cuda_memory import Block, HostBlock, move, read, wait, write
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.device_arrays import DeviceArray, check_renewable
 from onnx_remat.session.plan_session import Array, SessionPlan
@@ -69,7 +70,8 @@ def rounded(nbytes: int) -> int:
 
 def scratch_limit(step: SessionPlan, total: int) -> int:
     """Return the part of `total` bytes that is left to the session's arena; UsageError where nothing is left."""
-    apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in step.inputs)
+    inputs = (array for array in step.inputs if array.name not in step.state_on_host)
+    apart = rounded(step.slab) + sum(rounded(array.nbytes) for array in inputs)
     if total <= apart:
         given = Setting("memory_limit", total)
         raise UsageError("{} is below the {} bytes of the slab and the inputs: raise it", given, apart)
@@ -82,6 +84,28 @@ def what_to_do_if_full(limit: int) -> Message:
         more = Setting("memory_limit"), Setting("cudnn_workspace", Word("SIZE"))
         return Message("; the device is full: raise {}, or plan with a larger {}", *more)
     return Message("; the device is full: free memory on it, or plan with a {} that fits", Setting("budget"))
+
+
+class StateMemory:
+    """A step's state on the host, which the step itself copies to the device and back.
+
+    Attributes
+    ----------
+    address : int
+    arrays : mapping of str to array
+        The values by their inputs: views of that memory.
+    """
+
+    def __init__(self, step: SessionPlan) -> None:
+        formals = {array.name: array for array in step.inputs}
+        ends = [offset + formals[name].nbytes for name, offset in step.state_on_host.items()]
+        self._block = HostBlock(max(ends))
+        self.address = self._block.address
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, offset in step.state_on_host.items():
+            array = formals[name]
+            data = np.ctypeslib.as_array((ctypes.c_uint8 * array.nbytes).from_address(self.address + offset))
+            self.arrays[name] = data.view(array.dtype_name).reshape(array.shape)
 
 
 class DeviceMemory:
@@ -98,6 +122,8 @@ class DeviceMemory:
         Name of the device, as in ``OrtValue``.
     fixed : bool
         Whether no address may change: all inputs have their places from the start, and are copied there.
+    host : StateMemory, optional
+        Inputs that lie on the host.
 
     Attributes
     ----------
@@ -107,7 +133,10 @@ class DeviceMemory:
         Number of the last use, see `take`.
     """
 
-    def __init__(self, binding: Any, step: SessionPlan, device: str, fixed: bool = False) -> None:
+    def __init__(
+        self, binding: Any, step: SessionPlan, device: str, fixed: bool = False, host: StateMemory | None = None
+    ) -> None:
+        self._host, self.on_host = host, host.arrays if host else {}  # the arrays are views of the host's memory
         self._binding, self._step, self._device, self.fixed = binding, step, device, fixed
         self._formals = {array.name: array for array in step.inputs}
         self._renewed = {name: output for output, name in step.donated.items()}
@@ -130,7 +159,7 @@ class DeviceMemory:
         """Allocate a block with a place for each input that lies nowhere yet."""
         offsets, end = {}, 0
         for name, formal in self._formals.items():
-            if name not in self.lying and name not in self._place:
+            if name not in self.lying and name not in self._place and name not in self.on_host:
                 offsets[name] = end
                 end += rounded(formal.nbytes)
         block = Block(end)
@@ -138,6 +167,8 @@ class DeviceMemory:
         self._place |= {name: block.address + offset for name, offset in offsets.items()}
 
     def _bind_input(self, name: str) -> None:
+        if name in self.on_host:
+            return
         formal, address = self._formals[name], self.address(name)
         self._binding.bind_input(name, self._device, 0, formal.element_type, formal.shape, address)
         if (output := self._renewed.get(name)) is not None:
@@ -165,8 +196,15 @@ class DeviceMemory:
     def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes.
 
+        State on the host is copied there.
+
         Afterwards that library has finished with all inputs that it holds, also with those from earlier calls.
         """
+        for name in arrays.keys() & self.on_host.keys():
+            wait()
+            read(arrays[name].address, self.on_host[name])
+            self._fed.add(name)
+        arrays = {name: array for name, array in arrays.items() if name not in self.on_host}
         changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
         if changed:
             check_renewable(self.lying | dict(arrays), self._renewed)
@@ -187,10 +225,15 @@ class DeviceMemory:
         moved = set() if where_they_lie else self.lying.keys() & arrays.keys()
         for name in moved:
             del self.lying[name]
-        if any(name not in self.lying and name not in self._place for name in arrays):
+        if any(name not in self.lying and name not in self._place and name not in self.on_host for name in arrays):
             self._make_places()
         for name, array in arrays.items():
-            if isinstance(array, DeviceArray):
+            if name in self.on_host:
+                if isinstance(array, DeviceArray):
+                    read(array.address, self.on_host[name])
+                else:
+                    np.copyto(self.on_host[name], array)
+            elif isinstance(array, DeviceArray):
                 move(self.address(name), array.address, array.nbytes)
             else:
                 write(self.address(name), array)
@@ -205,6 +248,8 @@ class DeviceMemory:
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Return a copy of the current value of an input that has been given one."""
+        if name in self.on_host:
+            return self.on_host[name].copy()
         if name in self.lying:
             wait()
         return _copy(self._formals[name], self.address(name))

@@ -1,4 +1,4 @@
-"""Let copies to the host and back run beside the kernels, on two streams of their own, one for each direction.
+"""Let copies to the host and back run alongside the kernels, on two streams of their own, one for each direction.
 
 ONNX Runtime runs `MemcpyToHost` and `MemcpyFromHost` on the stream of the kernels. Here they become copies and waits::
 
@@ -6,7 +6,7 @@ ONNX Runtime runs `MemcpyToHost` and `MemcpyFromHost` on the stream of the kerne
     MemcpyFromHost   a copy to the device, some nodes ahead; a wait before its first reader
 
 A value lies in the slab until the wait for its copy to the host, and from its copy back on. So the more bytes may be
-live, the less of the copies' time the kernels wait for. Values leave as soon as their copy is foreseen to be done, and
+live, the less of the copies' time the kernels wait for. Values leave as soon as their copy is predicted to be done, and
 come back as late as their copy can start without making a kernel wait; a place further away is not looked for. Where
 memory lacks, the kernels wait.
 
@@ -28,33 +28,37 @@ from onnx_remat.ir.shapes import TAG, Tensor
 from onnx_remat.memory import layout
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
-from onnx_remat.session.copies import Copy, Stated, kind_of, node
+from onnx_remat.session.copies import Copy, Stated, StateOnHost, kind_of, node
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Offsets, Program
 from onnx_remat.session.slab_layout import SlabLayout
 from onnx_remat.session.step_time import node_seconds
 
-_AHEAD = 1.25  # factor on the time of a copy back: kernels may take less time than foreseen
+_AHEAD = 1.25  # factor on the time of a copy back: kernels may take less time than predicted
 _ALIGNMENT = 256  # of values in the host's memory
 
 
 @dataclass(slots=True)
 class _Home:
-    """A value with a copy on the host, and what is made from it; positions are those of the nodes without overlap.
+    """A value on the host: what is copied there, and what is made from it.
 
-    `down` is that of the copy to the host, which is done by `gone`; `ups` has of each value that comes back the
-    positions of its copy and of its first reader.
+    Positions are those of the nodes without overlap. `down` is that of the copy to the host, which is done by `gone`;
+    `ups` has of each value that comes back the positions of its copy and of its first reader. Of `state`, the name of
+    the step's input, the old value comes before the new one leaves.
     """
 
     source: str
     down: int
     name: str
+    state: str = ""
     gone: int = 0
     ups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
-    """Return a layout in which copies run beside the kernels; the same one where the file does not allow it.
+    """Return a layout in which copies run alongside the kernels; the same one where the file does not allow it.
+
+    State that only copies read and make stays on the host: it is no longer among the program's inputs and outputs.
 
     Parameters
     ----------
@@ -71,52 +75,74 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
     device = made.compiled.kernels.device != "cpu"
     if stated is None or not stated.live or not device or fusing.why_not(made.compiled.kernels.name):
         return made
-    homes, dropped = _homes(made.program)
+    homes, dropped = _homes(made)
     if not homes:
         return made
     _place(made, homes, stated)
     steps, tensors, copies, pinned = _with_copies(made, homes, dropped, secret)
     if [id(step) for step in lean_graph.as_run(steps)] != [id(step) for step in steps]:
         return made  # ONNX Runtime would run them in another order
-    program = offsets.program(
-        steps, tensors, made.program.inputs, made.program.outputs, made.program.kernels,
-        opset_of(made.compiled.graph.model),
-    )  # fmt: skip
-    laid = offsets.assign(program, made.offsets.donated, least, seconds)
-    laid = replace(laid, not_donated=made.offsets.not_donated)
-    return replace(made, program=program, offsets=laid, copies=copies, pinned=pinned)
+    state = {home.state: home.name for home in homes if home.state}
+    inputs = [name for name in made.program.inputs if name not in state]
+    outputs = [name for name in made.program.outputs if name not in state.values()]
+    opset = opset_of(made.compiled.graph.model)
+    program = offsets.program(steps, tensors, inputs, outputs, made.program.kernels, opset)
+    donated = {output: name for output, name in made.offsets.donated.items() if name not in state}
+    laid = replace(offsets.assign(program, donated, least, seconds), not_donated=made.offsets.not_donated)
+    places, end = {}, 0
+    for name, output in state.items():
+        places[name] = StateOnHost(output, end)
+        end += -(-tensors[output].nbytes // _ALIGNMENT) * _ALIGNMENT
+    placed = (replace(copy, offset=places[name].offset, state=True) if name else copy for name, copy in copies)
+    return replace(made, program=program, offsets=laid, copies=tuple(placed), pinned=pinned, state=places)
 
 
-def _homes(program: Program) -> tuple[list[_Home], set[int]]:
-    """Return the values that are moved, and the positions of the nodes that move them.
+def _homes(made: SlabLayout) -> tuple[list[_Home], set[int]]:
+    """Return the values on the host, and the positions of the nodes that move them.
 
     A value that came back and leaves again is on the host already.
     """
+    program, renewed = made.program, made.offsets.donated
     readers: dict[str, list[int]] = {}
     for at, step in enumerate(program.steps):
         for name in step.reads:
             readers.setdefault(name, []).append(at)
+
+    def only_copied(name: str) -> bool:
+        return {program.steps[at].node.op_type for at in readers.get(name, ())} == {UP}
+
     homes: dict[str, _Home] = {}  # by the host's copy
     back: dict[str, _Home] = {}
     dropped: set[int] = set()
     for at, step in enumerate(program.steps):
-        kinds = {program.steps[reader].node.op_type for name in step.writes for reader in readers.get(name, ())}
-        if step.node.op_type == DOWN and kinds == {UP} and step.writes[0] not in program.outputs:
-            source = step.node.input[0]
-            homes[step.writes[0]] = back.get(source) or _Home(source, at, step.writes[0])
-            dropped.add(at)
+        if step.node.op_type == DOWN:
+            (source, *_), (name, *_) = step.node.input, step.writes
+            state = renewed.get(name, "")
+            if state and only_copied(state) and name not in readers:
+                homes[state] = _Home(source, at, name, state)
+                dropped.add(at)
+            elif only_copied(name) and name not in program.outputs:
+                before = back.get(source)
+                homes[name] = before if before and not before.state else _Home(source, at, name)
+                dropped.add(at)
         elif step.node.op_type == UP and step.node.input[0] in homes:
+            back[step.writes[0]] = homes[step.node.input[0]]
+    for at, step in enumerate(program.steps):
+        if step.node.op_type == UP and step.node.input[0] in homes:
             (name,), home = step.writes, homes[step.node.input[0]]
             home.ups[name] = at, min(readers.get(name, [len(program.steps)]))
-            back[name] = home
             dropped.add(at)
-    return list({id(home): home for home in homes.values()}.values()), dropped
+    found = list({id(home): home for home in homes.values()}.values())
+    late = [home for home in found if home.state and max(first for _, first in home.ups.values()) > home.down]
+    for home in late:  # its old value would be read while the new one is copied over it
+        dropped -= {home.down, *(at for at, _ in home.ups.values())}
+    return [home for home in found if home not in late], dropped
 
 
 def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
     """Choose the place of every wait for a copy to the host, and of every copy back."""
     program, tensors = made.program, made.program.tensors
-    live = offsets.in_use(program, made.offsets)
+    live, count = offsets.in_use(program, made.offsets), len(program.steps)
     moving = [step.node.op_type in (DOWN, UP) for step in program.steps]
     took = [0.0 if m else s for m, s in zip(moving, node_seconds(made, stated.costs), strict=True)]
     start = np.concatenate([[0.0], np.cumsum(took)])  # of each node
@@ -128,7 +154,7 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
         free = max(free, float(start[home.down])) + stated.seconds(nbytes)
         read = last.get(program.root.get(home.source, home.source), home.down)
         over = read > home.down and _overwrites(program, made.offsets, read, home.source)
-        until = min(up for up, _ in home.ups.values())
+        until = count if home.state else min(up for up, _ in home.ups.values())
         at = min(max(read if over else read + 1, home.down + 1), until)
         while at < until and start[at] < free and live[at] + nbytes <= stated.live:
             live[at] += nbytes
@@ -144,7 +170,8 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
         latest[name] = int(np.searchsorted(start, following, "right")) - 1
     for first, name, home in coming:
         at, nbytes = home.ups[name][0], tensors[name].nbytes
-        while at > max(latest[name], home.gone) and live[at - 1] + nbytes <= stated.live:
+        least = max(latest[name], 0 if home.state else home.gone)
+        while at > least and live[at - 1] + nbytes <= stated.live:
             at -= 1
             live[at] += nbytes
         home.ups[name] = at, first
@@ -163,48 +190,55 @@ def _overwrites(program: Program, laid: Offsets, at: int, name: str) -> bool:
 
 def _with_copies(
     made: SlabLayout, homes: Sequence[_Home], dropped: set[int], secret: int
-) -> tuple[list[LeanNode], Mapping[str, Tensor], tuple[Copy, ...], int]:
-    """Return the nodes with copies and waits in place of moves, their types, the copies, and the bytes of the host."""
+) -> tuple[list[LeanNode], Mapping[str, Tensor], list[tuple[str, Copy]], int]:
+    """Return the nodes with copies and waits in place of moves, all types, the copies, and the bytes of the host.
+
+    The name before a copy is that of state.
+    """
     program, tensors = made.program, dict(made.program.tensors)
-    offset, pinned = _host_layout(program, homes)
-    copies: list[Copy] = []
+    offset, pinned = _host_layout(program, [home for home in homes if not home.state])
+    copies: list[tuple[str, Copy]] = []
     before: dict[int, list[tuple[int, int, LeanNode]]] = {}  # by the node that they precede
 
-    def add(at: int, kind: int, read: str, result: str, home: _Home, event: int) -> None:
+    def add(at: int, rank: int, kind: int, read: str, result: str, home: _Home, event: int) -> None:
         for name in (read, result):
-            if name not in tensors or name == home.name:
-                tensors[name] = Tensor(TensorProto.UINT8, (0,), 0, (0,))
-        ends = [(tensors[name].dtype, tensors[name].shape) for name in (read, result)]
+            if name and (name == home.name or name not in tensors):
+                tensors[name] = _EMPTY
+        ends = [(tensors[name].dtype, tensors[name].shape) if name else None for name in (read, result)]
+        assert ends[1] is not None, "a copy makes a value"
         copied = tensors[home.source].nbytes
-        copies.append(Copy(kind, offset[home.name], copied, event, ends[0], ends[1]))
-        rank = {WAIT: 0 if result.startswith(_GONE) else 2, IN: 1, OUT: 3}[kind]
-        made_node = node(kind, read, result, secret, len(made.kernels) + len(copies) - 1)
-        before.setdefault(at, []).append((rank, len(copies), LeanNode(made_node)))
+        copies.append((home.state, Copy(kind, offset.get(home.name, 0), copied, event, ends[0], ends[1])))
+        handle = len(made.kernels) + len(copies) - 1
+        before.setdefault(at, []).append((rank, handle, LeanNode(node(kind, read, result, secret, handle))))
 
     event = 0
     for home in sorted(homes, key=lambda home: home.down):
-        add(home.down, OUT, home.source, home.name, home, event)
-        add(home.gone, WAIT, home.source, f"{_GONE}{home.source}", home, event)
+        token = f"{_LEFT}{home.source}" if home.state else home.name
+        add(home.down, 3, OUT, home.source, token, home, event)
+        add(home.gone, 0, WAIT, home.source, f"{_GONE}{home.source}", home, event)
         event += 1
     coming = [(at, first, name, home) for home in homes for name, (at, first) in home.ups.items()]
     for at, first, name, back in sorted(coming, key=lambda each: each[:3]):
-        add(at, IN, back.name, name, back, event)
-        add(first, WAIT, name, f"{_HERE}{name}", back, event)
+        add(at, 1, IN, "" if back.state else back.name, name, back, event)
+        add(first, 2, WAIT, name, f"{_HERE}{name}", back, event)
         event += 1
     steps: list[LeanNode] = []
     for at in range(len(program.steps) + 1):
         steps += [step for *_, step in sorted(before.get(at, ()), key=lambda each: each[:2])]
         if at < len(program.steps) and at not in dropped:
             steps.append(program.steps[at])
-    return steps, tensors, tuple(copies), pinned
+    return steps, tensors, copies, pinned
 
 
-_GONE, _HERE = TAG + "gone.", TAG + "here."
-"""Start of the names of empty values, which waits make."""
+_EMPTY = Tensor(TensorProto.UINT8, (0,), 0, (0,))
+_LEFT, _GONE, _HERE = TAG + "left.", TAG + "gone.", TAG + "here."
+"""Start of the names of empty values, which copies and waits make."""
 
 
 def _host_layout(program: Program, homes: Sequence[_Home]) -> tuple[dict[str, int], int]:
     """Return the offset of each value in the host's memory for copies, and its bytes."""
+    if not homes:
+        return {}, 0
     lower = np.array([home.down for home in homes], np.int64)
     upper = np.array([max(first for _, first in home.ups.values()) + 1 for home in homes], np.int64)
     size = np.array([program.tensors[home.source].nbytes for home in homes], np.int64)
@@ -232,7 +266,7 @@ class Timeline:
 
 
 def timeline(made: SlabLayout, costs: str = "") -> Timeline:
-    """Foresee when each node and copy of a step runs; `costs` as in `Options`."""
+    """Predict when each node and copy of a step runs; `costs` as in `Options`."""
     stated, took = Stated.of(made.compiled.graph.model), node_seconds(made, costs)
     clock = {OUT: 0.0, IN: 0.0}
     done: dict[int, float] = {}
@@ -250,7 +284,7 @@ def timeline(made: SlabLayout, costs: str = "") -> Timeline:
             late = max(done[copy.event] - now, 0.0)
             now, waited = now + late, waited + late
         else:
-            assert stated is not None, "copies run beside kernels where the file says so"
+            assert stated is not None, "copies run alongside kernels where the file says so"
             each = stated.seconds(copy.nbytes)
             clock[kind] = max(clock[kind], now) + each
             done[copy.event] = clock[kind]

@@ -146,6 +146,8 @@ class SessionPlan:
         A node that draws random numbers, empty if there is none.
     on_host : int
         Peak of bytes moved to the host.
+    state_on_host : mapping of str to int
+        Inputs that lie on the host between steps, and their offsets in that memory.
     read_on_host : str
         An input that a kernel of a device reads in host memory, empty if there is none.
     books : int
@@ -169,6 +171,7 @@ class SessionPlan:
     execution_providers: tuple[str, ...]
     random: str
     on_host: int
+    state_on_host: Mapping[str, int]
     read_on_host: str
     books: int
     fused: Fused
@@ -318,7 +321,8 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
             if refused and not (each.kernels or each.copies):
                 each = replace(each, fused=replace(each.fused, why_not=refused))
             bound = [place.name for place in each.offsets.placements]
-            copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants)
+            on_host = {*each.state, *(state.output for state in each.state.values())}
+            copy = lean_graph.copy_of(model, each.program.steps, bound, each.constants, on_host)
             if source.folder is not None:
                 external_data.link(copy, source.folder, target.parent)
             with cache.replacing(target) as partial:  # what has its name may be a link to a data file of the user
@@ -384,9 +388,9 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
 
     return SessionPlan(
         inputs=arrays(fed),
-        defaults=tuple(name for name in fed if name not in program.inputs),
+        defaults=tuple(name for name in fed if name not in program.inputs and name not in made.state),
         shaping=_shaping(step, request.dims),
-        outputs=arrays(program.outputs),
+        outputs=arrays([value.name for value in model.graph.output]),
         places=tuple(
             Place(p.name, tensors[p.name].dtype, tensors[p.name].shape, p.offset) for p in bound.placements
         ),
@@ -395,7 +399,8 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         weights=made.weights,
         workspace=taken + products.scratch_bytes(made.kernels),
         pool=pool,
-        donated=bound.donated,
+        donated=dict(bound.donated) | {state.output: name for name, state in made.state.items()},
+        state_on_host={name: state.offset for name, state in made.state.items()},
         not_donated=bound.not_donated,
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,

@@ -39,8 +39,8 @@ class Footprint:
         Number of outputs written in place of the input they renew.
     not_donated : mapping of str to str
         Reason by output, for outputs that renew an input but are not written in place.
-    on_host : int
-        Peak of bytes moved to the host; neither the other fields nor `total` include them.
+    on_host, state_on_host : int
+        Peak of bytes on the host, and the part of them that is state; neither `total` nor other fields include them.
     nodes, unfused_nodes : int
         Number of nodes that run, and of those that would run without fusion.
     kernels : int
@@ -68,6 +68,7 @@ class Footprint:
     donated: int
     not_donated: Mapping[str, str]
     on_host: int = 0
+    state_on_host: int = 0
     nodes: int = 0
     unfused_nodes: int = 0
     kernels: int = 0
@@ -100,7 +101,8 @@ def stated(fields: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def rounding(arranged: SlabLayout) -> int:
     """Return the bytes that a device adds when it rounds up the requests for inputs, weights and the slab."""
     compiled = arranged.compiled
-    stored = [compiled.tensors[n].nbytes for n, v in compiled.graph.values.items() if v.kind in (INPUT, INITIALIZER)]
+    kinds = {name: value.kind for name, value in compiled.graph.values.items() if name not in arranged.state}
+    stored = [compiled.tensors[name].nbytes for name, kind in kinds.items() if kind in (INPUT, INITIALIZER)]
     return sum(-nbytes % arena.UNIT for nbytes in (arranged.offsets.height, *stored))
 
 
@@ -148,28 +150,34 @@ def footprint(arranged: SlabLayout, costs: str = "") -> Footprint:
     compiled, bound, fused = arranged.compiled, arranged.offsets, arranged.fused
     device = compiled.kernels.device != "cpu"
     books = rounding(arranged) + TABLES_BYTES if device else bookkeeping(arranged)
-    scratch, foreseen = scratch_bytes(arranged.kernels), timeline(arranged, costs)
+    scratch, times = scratch_bytes(arranged.kernels), timeline(arranged, costs)
+    state = sum(compiled.tensors[name].nbytes for name in arranged.state)
     found = Footprint(
-        inputs=sum(compiled.tensors[name].nbytes for name, v in compiled.graph.values.items() if v.kind == INPUT),
+        inputs=sum(
+            compiled.tensors[name].nbytes
+            for name, v in compiled.graph.values.items()
+            if v.kind == INPUT and name not in arranged.state
+        ),
         weights=arranged.weights,
         slab=bound.height,
         workspace=workspace(compiled, kept(makers(compiled), arranged.program.steps))[0] + scratch,
         books=books,
         live=bound.live,
-        donated=len(bound.donated),
+        donated=len(bound.donated) + len(arranged.state),
         not_donated=bound.not_donated,
-        on_host=kept_on_host(arranged.program) + arranged.pinned,
+        on_host=kept_on_host(arranged.program) + arranged.pinned + state,
+        state_on_host=state,
         nodes=len(arranged.program.steps),
         unfused_nodes=fused.unfused_nodes,
         kernels=fused.kernels,
         not_fused=fused.why_not,
         unserved=fused.unserved,
-        seconds=foreseen.seconds,
-        copies=foreseen.copies,
-        waited=foreseen.waited,
+        seconds=times.seconds,
+        copies=times.copies,
+        waited=times.waited,
         in_use=_in_use(arranged),
     )
-    more = fused.unfused_slab - found.slab + workspace(compiled, compiled.graph.ops)[0] - found.workspace
+    more = state + fused.unfused_slab - found.slab + workspace(compiled, compiled.graph.ops)[0] - found.workspace
     if not device:
         more += bookkeeping_bytes(fused.unfused_values) - found.books
     return replace(found, unfused=found.total + more)

@@ -250,6 +250,8 @@ def _lying(device: DeviceMemory, state: Mapping[str, Any], renewed: Container[st
         raise UsageError("copy=False trains the arrays of `state` where they lie: leave out cuda_graph")
     found = {}
     for name, value in state.items():
+        if name in device.on_host:
+            continue
         array = device_array(name, value)
         if array is not None:
             found[name] = array

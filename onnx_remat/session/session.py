@@ -30,7 +30,7 @@ from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray
 from onnx_remat.session.interface import check_mapping, typed
-from onnx_remat.session.on_device import DeviceMemory
+from onnx_remat.session.on_device import DeviceMemory, StateMemory
 from onnx_remat.session.plan_session import Array, SessionPlan, SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
 from onnx_remat.units import check_threads
@@ -192,11 +192,12 @@ class Session:
             on_device.check_capturable(step, self._loose)
         limit = on_device.scratch_limit(step, memory_limit) if memory_limit else 0
         providers = on_device.providers(step.execution_providers, limit, graph)
-        self._session = loading.load(target, providers, threads, step.pool)
+        host = StateMemory(step) if step.state_on_host else None
+        self._session = loading.load(target, providers, threads, step.pool, state=host.address if host else 0)
         on_device.check_no_fallback(self._session, step.execution_providers[0])
         self._binding = self._session.io_binding()
         self._bind_loose()
-        self._device = DeviceMemory(self._binding, step, device, fixed=graph)
+        self._device = DeviceMemory(self._binding, step, device, fixed=graph, host=host)
         if graph:
             self._run()
 

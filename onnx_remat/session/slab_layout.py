@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onnx_remat.ir.graph import Op
     from onnx_remat.ort.executed import Executed
     from onnx_remat.ort.prepare import Compiled
-    from onnx_remat.session.copies import Copy
+    from onnx_remat.session.copies import Copy, StateOnHost
     from onnx_remat.session.lean_graph import LeanNode
     from onnx_remat.session.offsets import Offsets, Program
 
@@ -31,8 +31,9 @@ class SlabLayout:
     """A step as it will run, and the layout of its values.
 
     `constants` are in addition to its weights; `kernels` are those of its fused nodes, by handle, and `members` the
-    nodes that each fused node replaces, by its first output. `copies` run beside the kernels, see `overlap`; their
-    handles follow those of kernels, and they take `pinned` bytes of the host.
+    nodes that each fused node replaces, by its first output. `copies` run alongside the kernels, see `overlap`; their
+    handles follow those of kernels, and they take `pinned` bytes of the host. `state` lies there, too, by the step's
+    inputs: these, and the outputs that renew them, are none of the program's.
     """
 
     compiled: Compiled
@@ -45,6 +46,7 @@ class SlabLayout:
     fused: Fused = field(default_factory=lambda: Fused(0))
     copies: tuple[Copy, ...] = ()
     pinned: int = 0
+    state: Mapping[str, StateOnHost] = field(default_factory=dict)
 
 
 def lay_out(

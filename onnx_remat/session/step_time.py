@@ -14,7 +14,7 @@ def node_seconds(arranged: SlabLayout, costs: str = "") -> list[float]:
 
     A fused kernel takes the time of its members, scaled by the ratio of its roofline to the sum of theirs: it neither
     writes nor reads the values that are produced and consumed inside it, and it is launched once. A copy to the host or
-    back on the stream of the kernels takes what the file's link takes for it; one beside them takes no time of theirs.
+    back on the stream of the kernels takes what the file's link takes for it; one alongside them takes none of theirs.
     """
     compiled, tensors, link = arranged.compiled, arranged.compiled.tensors, Stated.of(arranged.compiled.graph.model)
     name = costs or compiled.kernels.costs

@@ -12,6 +12,7 @@ from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import STANDARD
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule
+from onnx_remat.ort.host_state import copies_state
 from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
@@ -61,7 +62,8 @@ def realize(
     schedule = adjoined(graph, problem, schedule)
     direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
-    moves = np.array([is_move(op) for op in graph.ops], np.bool_)  # run when due: `session.lean_graph`
+    when_due = [is_move(op) or copies_state(compiled, op) for op in graph.ops]  # by `session.lean_graph`
+    moves = np.array(when_due, np.bool_)
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)
     light = light_limit(problem, schedule, limit)
@@ -71,7 +73,9 @@ def realize(
     on_host = [compiled.kernels.host_slots(op.node) for op in graph.ops]
     unpinned = never_waiting(graph, tensors)
     slots = [
-        None if is_move(op) or op.index in unpinned else pin_slot(graph, tensors, op, fused, direct, on_host[op.index])
+        None
+        if when_due[op.index] or op.index in unpinned
+        else pin_slot(graph, tensors, op, fused, direct, on_host[op.index])
         for op in graph.ops
     ]
     # A draw and the first product are written as one Dropout. It waits through the input that both read, or not at all:

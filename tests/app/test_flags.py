@@ -129,8 +129,9 @@ CASES = {
               "--arena is for --for session"),
     "offload": ({"offload": True}, "--offload", "use it with provider='cuda', run_by='loop'",
                 "use it with --provider cuda, --for loop"),
-    "bandwidth": ({"host_bandwidth": "9GB"}, "--host-bandwidth 9GB", "host_bandwidth= is for offload=True",
-                  "--host-bandwidth is for --offload"),
+    "bandwidth": ({"host_bandwidth": "9GB"}, "--host-bandwidth 9GB",
+                  "host_bandwidth= is for offload=True and offload_state=True",
+                  "--host-bandwidth is for --offload and --offload-state"),
     "workspace": ({"cudnn_workspace": "5", "provider": "cuda"}, "--cudnn-workspace 5 --provider cuda",
                   "cudnn_workspace='5' is not a size in bytes", "--cudnn-workspace 5 is not a size in bytes"),
     "bandwidth without a unit": (

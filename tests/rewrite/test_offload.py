@@ -139,7 +139,7 @@ def test_no_budget_is_called_impossible_that_moves_can_keep():
     [
         ({"offload": True}, "provider='cuda', run_by='loop'"),
         ({"offload": True, "provider": "cuda", "run_by": "session"}, "provider='cuda', run_by='loop'"),
-        ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True"),
+        ({"host_bandwidth": "1GB", "provider": "cuda", "run_by": "loop"}, "is for offload=True and offload_state=True"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "set host_bandwidth="),
         ({"offload": "yes", "provider": "cuda", "run_by": "loop"}, "True or False"),
         ({"offload": True, "provider": "cuda", "run_by": "loop", "host_bandwidth": "fast"}, "not a bandwidth"),

@@ -1,4 +1,4 @@
-"""Copies to the host and back that run beside the kernels: their places, their order, their numbers."""
+"""Copies to the host and back that run alongside the kernels: their places, their order, their numbers."""
 
 from __future__ import annotations
 
@@ -122,6 +122,45 @@ def test_a_value_that_leaves_twice_is_copied_to_the_host_once():
     assert {check_copies(made, late) for late in (False, True)} == {(6, 7)}
 
 
+def state_on_host(live: int) -> onnx.ModelProto:
+    """Momentum of six sizes on the host; the loss reads none of it."""
+    nodes = [helper.make_node("ReduceSum", ["w0"], ["loss"], name="loss", keepdims=0)]
+    for i in range(6):
+        nodes += [
+            helper.make_node(UP, [f"m{i}"], [f"there{i}"], name=f"up{i}"),
+            helper.make_node("Tanh", [f"there{i}"], [f"k{i}"], name=f"k{i}"),
+            helper.make_node("Add", [f"k{i}", f"w{i}"], [f"made{i}"], name=f"made{i}"),
+            helper.make_node(DOWN, [f"made{i}"], [f"new.m{i}"], name=f"down{i}"),
+            helper.make_node("Mul", [f"w{i}", f"made{i}"], [f"new.w{i}"], name=f"w{i}"),
+        ]
+    shapes = {f"{letter}{i}": [size] for letter in "wm" for i, size in enumerate(SIZES)}
+    model = model_of(nodes, shapes, {"loss": []} | {f"new.{name}": shape for name, shape in shapes.items()})
+    Stated(1e10, "h100", live).put(model)
+    return model
+
+
+@pytest.mark.parametrize("live", [1, 1_300_000, 10_000_000])
+def test_state_on_the_host_takes_no_memory_of_the_device_between_steps(live):
+    made = laid(state_on_host(live))
+    assert {check_copies(made, late) for late in (False, True)} == {(6, 6)}
+    assert made.state.keys() == {f"m{i}" for i in range(6)}
+    footprint = prediction.footprint(made)
+    assert footprint.inputs == 4 * sum(SIZES) and footprint.state_on_host == 4 * sum(SIZES)
+    assert footprint.slab < max(live, 8 * max(SIZES)) + 4096 and footprint.donated == 12
+
+
+def test_state_that_is_read_after_its_new_value_left_is_copied_once():
+    """The old value is still in the slab, while the new one is copied over the host's."""
+    model = state_on_host(1)
+    late = helper.make_node("Mul", ["again", "new.w3"], ["late"], name="late")
+    total = helper.make_node("ReduceSum", ["late"], ["sum"], name="sum", keepdims=0)
+    model.graph.node.extend([helper.make_node(UP, ["m3"], ["again"], name="again"), late, total])
+    model.graph.output.extend([helper.make_tensor_value_info("sum", onnx.TensorProto.FLOAT, [])])
+    made = laid(model)
+    assert {check_copies(made, each) for each in (False, True)} == {(6, 6)}
+    assert len(made.state) == 6
+
+
 @pytest.fixture(scope="module")
 def moved():
     return rewrite_model(
@@ -165,6 +204,24 @@ def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
 
 
 @on_fake_device
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("live", [1, 1_300_000])
+def test_numbers_of_state_on_the_host_are_those_on_a_device(late, live, tmp_path):
+    onnx.save(state_on_host(live), tmp_path / "step.onnx")
+    job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "numbers": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job, late=late)
+    rng = np.random.default_rng(0)
+    drawn = {f"{letter}{i}": rng.random(size).astype(np.float32) for letter in "wm" for i, size in enumerate(SIZES)}
+    for i in range(6):
+        w, m = drawn[f"w{i}"], drawn[f"m{i}"]
+        for _ in range(3):
+            m = np.tanh(m) + w
+            w = w * m
+        np.testing.assert_allclose(found["outputs"][f"w{i}"], w, rtol=1e-5)
+        np.testing.assert_allclose(found["outputs"][f"m{i}"], m, rtol=1e-5)
+
+
+@on_fake_device
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_path):
     moved.save(tmp_path / "moved.onnx")
@@ -177,7 +234,7 @@ def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_pa
 
 
 def test_a_hundredth_of_the_time_is_no_reason_to_plan_differently(moved):
-    """What is foreseen for the file is what its plan is judged by."""
+    """What is predicted for the file is what its plan is judged by."""
     footprint = moved.report.loop_after
     again = prediction.footprint(laid(moved.model), "t4")
     assert replace(again, in_use={}) == replace(footprint, in_use={})

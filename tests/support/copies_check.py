@@ -10,6 +10,7 @@ from onnx_remat.fuse.shim import IN, OUT, WAIT
 from onnx_remat.session.copies import kind_of
 from onnx_remat.session.slab_layout import SlabLayout
 
+_OLD = -7  # number of a step's old state
 _CELL = 256  # bytes; values on a device lie at multiples of it
 
 
@@ -21,7 +22,8 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
     program, tensors = made.program, made.program.tensors
     place = {each.name: (each.offset, each.nbytes) for each in made.offsets.placements}
     slab = np.zeros(made.offsets.height // _CELL + 1, np.int64)
-    host = np.zeros(made.pinned // _CELL + 1, np.int64)
+    held = max((c.offset + c.nbytes for c in made.copies if c.state), default=0)
+    hosts = np.zeros(made.pinned // _CELL + 1, np.int64), np.full(held // _CELL + 1, _OLD)
     lies: dict[str, int] = {}  # number of each value of the slab
     pending: dict[int, list[tuple[int, Callable[[], None]]]] = {OUT: [], IN: []}
     counts = {OUT: 0, IN: 0}
@@ -52,13 +54,18 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
             there = slice(copy.offset // _CELL, -(-(copy.offset + tensors[name].nbytes) // _CELL))
             here = cells(program.root.get(name, name))
 
-            def down(here: slice = here, there: slice = there) -> None:
+            host = hosts[copy.state]
+
+            def down(here: slice = here, there: slice = there, host: np.ndarray = host) -> None:
                 host[there] = slab[here]
 
-            def up(here: slice = here, there: slice = there) -> None:
+            def up(here: slice = here, there: slice = there, host: np.ndarray = host) -> None:
                 slab[here] = host[there]
 
-            if kind == IN:
+            if kind == IN and copy.state:
+                lies[name] = _OLD
+                slab[here] = -number
+            elif kind == IN:
                 source = next(
                     o.node.input[0] for o in program.steps if kind_of(o.node) == OUT and o.writes[0] == step.reads[0]
                 )
@@ -75,4 +82,7 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
                 lies[name] = number * 1000 + step.writes.index(name)
                 slab[cells(name)] = lies[name]
     assert not any(pending.values()), "a copy for which nothing waits"
+    for copy in made.copies:
+        if copy.state and copy.kind == OUT:
+            assert (hosts[1][copy.offset // _CELL : -(-(copy.offset + copy.nbytes) // _CELL)] > 0).all()
     return counts[OUT], counts[IN]

@@ -1,0 +1,158 @@
+"""State that lives on the host between steps: copied to the device before its update, and back after it.
+
+In a file it is an input that only a `MemcpyFromHost` reads, and an output that a `MemcpyToHost` makes::
+
+    m -> update -> new.m     becomes     m -> MemcpyFromHost -> update -> MemcpyToHost -> new.m
+
+So it also lies on the host in ONNX Runtime's own session; `session.overlap` copies it alongside the kernels.
+
+References
+----------
+Ren et al.: ZeRO-Offload, USENIX ATC 2021, section 4 (there the update runs on the host as well).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import onnx
+from onnx import helper
+
+from onnx_remat.ir.body import rename_values
+from onnx_remat.ir.graph import INPUT, Graph, Op
+from onnx_remat.ir.model_io import Source
+from onnx_remat.ir.naming import renewals
+from onnx_remat.ir.shapes import TAG
+from onnx_remat.memory.problem import OPTIMIZER
+from onnx_remat.ort.compile import compile_problem
+from onnx_remat.ort.moves import DOWN, LEAST, UP
+from onnx_remat.ort.prepare import Compiled
+
+
+def movable_state(compiled: Compiled) -> dict[str, str]:
+    """Return the inputs that only their own update reads, of at least `LEAST` bytes, and the output that renews each.
+
+    They are an optimizer's moments, but no weights. A step's other outputs do not depend on them.
+    """
+    graph, phase = compiled.graph, compiled.problem.phase
+    model = graph.model.graph
+    stored = {tensor.name for tensor in model.initializer}
+    inputs = [value.name for value in model.input if value.name not in stored]
+    outputs = [value.name for value in model.output]
+    pairs = renewals(inputs, outputs)
+    count = {name: list(pairs.values()).count(name) for name in pairs.values()}
+    needed = _ancestors(graph, [name for name in outputs if name not in pairs])
+    captured = {name for op in graph.ops for name in op.captured}
+    found = {}
+    for output, name in pairs.items():
+        readers, maker = graph.readers[name], graph.makers.get(output)
+        alike = compiled.tensors[name].shape == compiled.tensors[output].shape
+        if (
+            readers
+            and maker is not None
+            and alike
+            and count[name] == 1
+            and compiled.tensors[name].nbytes >= LEAST
+            and name not in captured
+            and output not in captured
+            and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
+        ):
+            found[name] = output
+    return found
+
+
+def _ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
+    """Return the ops that some values depend on."""
+    found: set[int] = set()
+    pending = list(names)
+    while pending:
+        number = graph.makers.get(pending.pop())
+        if number is not None and number not in found:
+            found.add(number)
+            pending += graph.ops[number].reads
+    return found
+
+
+def with_state_on_host(source: Source, state: Mapping[str, str]) -> Source:
+    """Return a step that copies the inputs in `state` to the device, and their new values back; see `movable_state`."""
+    model = onnx.ModelProto()
+    model.CopyFrom(source.model)
+    graph = model.graph
+    kinds = {value.name: value for value in (*graph.input, *graph.output)}
+    there = {name: f"{TAG}there.{name}" for pair in state.items() for name in pair}
+    rename_values(graph.node, there)
+    nodes: list[onnx.NodeProto] = []
+    back, made = dict(state), {there[output]: output for output in state.values()}
+    for node in graph.node:
+        for name in [name for name in back if there[name] in node.input]:
+            nodes.append(_copy(UP, name, there[name]))
+            del back[name]
+        nodes.append(node)
+        nodes += [_copy(DOWN, name, made[name]) for name in node.output if name in made]
+    copied = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copied)
+    for name, inner in there.items():
+        value = graph.value_info.add()
+        value.CopyFrom(kinds[name])
+        value.name = inner
+    return replace(source, model=model)
+
+
+def _copy(kind: str, read: str, made: str) -> onnx.NodeProto:
+    node = helper.make_node(kind, [read], [made], name=f"{kind} of {read}")
+    node.metadata_props.add(key="phase", value="optimizer")
+    return node
+
+
+def copies_state(compiled: Compiled, op: Op) -> bool:
+    """Is an op a copy of state to the device, or back?"""
+    values = compiled.graph.values
+    return (op.node.op_type == UP and values[op.inputs[0]].kind == INPUT) or (
+        op.node.op_type == DOWN and values[op.outputs[0]].is_output
+    )
+
+
+def counted(compiled: Compiled) -> Compiled:
+    """Return a step whose state on the host takes no bytes, and whose copies no time."""
+    graph, problem = compiled.graph, compiled.problem
+    ours = [op for op in graph.ops if copies_state(compiled, op)]
+    if not ours:
+        return compiled
+    names = {(op.inputs if op.node.op_type == UP else op.outputs)[0] for op in ours}
+    tensors = dict(compiled.tensors)
+    for name in names:
+        tensors[name] = replace(tensors[name], shape=(0,), nbytes=0, symbolic=(0,))
+    seconds = problem.cost.tolist()
+    for op in ours:
+        seconds[op.index] = 0.0
+    table = replace(
+        compiled.table,
+        recomputable=tuple(
+            each and not copies_state(compiled, op)
+            for each, op in zip(compiled.table.recomputable, graph.ops, strict=True)
+        ),
+    )
+    found = compile_problem(graph, tensors, table, compiled.kernels, seconds, problem.phase.tolist())
+    return replace(compiled, tensors=tensors, table=table, problem=found)
+
+
+def when_due(compiled: Compiled, order: Sequence[int]) -> list[int]:
+    """Return an order in which state comes right before its first reader, and leaves as soon as it is made."""
+    graph, problem = compiled.graph, compiled.problem
+    ours = {op.index for op in graph.ops if copies_state(compiled, op)}
+    if not ours:
+        return list(order)
+    maker = problem.producer()
+    up = {problem.outputs(op)[0]: op for op in ours if graph.ops[op].node.op_type == UP}
+    down = {int(maker[problem.inputs(op)[0]]): op for op in ours if graph.ops[op].node.op_type == DOWN}
+    found: list[int] = []
+    for op in order:
+        if op in ours:
+            continue
+        found += [up.pop(value) for value in problem.inputs(op) if value in up]
+        found.append(op)
+        if op in down:
+            found.append(down.pop(op))
+    return found

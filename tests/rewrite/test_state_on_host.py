@@ -1,0 +1,111 @@
+"""Moments of an optimizer that stay on the host: which state that is, what it costs, and what the device holds."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+from onnx_remat import rewrite_model
+from onnx_remat.errors import UsageError
+from onnx_remat.measure import verify
+from onnx_remat.options import parse_options
+from onnx_remat.ort.executed import as_executed
+from onnx_remat.ort.host_state import movable_state
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Preparation, prepare
+from onnx_remat.session import fusing, prediction
+from tests.support.adam import adam
+from tests.support.copies_check import check_copies
+from tests.support.fake_cuda import here
+from tests.support.graphs import mlp
+
+pytestmark = pytest.mark.skipif(bool(fusing.why_not("cuda")), reason=fusing.why_not("cuda"))
+DEVICE = {"provider": "cuda", "run_by": "loop", "effort": 0.5, "verify": "none"}
+WIDTH, LAYERS = 256, 4
+MOMENTS = 2 * (LAYERS - 1) * 4 * WIDTH * WIDTH  # two layers share their weights; moments of biases are small
+
+
+@pytest.fixture(scope="module")
+def rewritten():
+    model = adam(layers=LAYERS, batch=512, width=WIDTH)
+    return model, rewrite_model(model, "70%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
+
+
+def test_what_only_its_update_reads_may_live_on_the_host():
+    model = adam(layers=LAYERS, batch=512, width=WIDTH)
+    found = movable_state(prepare(model, Preparation(kernels_of("cuda"))))
+    assert len(found) == MOMENTS // (4 * WIDTH * WIDTH)
+    assert all(output == f"new.{name}" for name, output in found.items())
+    weights = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
+    assert weights.isdisjoint(found) and "shift" not in found
+
+
+def test_the_device_holds_no_moments_between_updates(rewritten):
+    _, result = rewritten
+    report = result.report
+    before, after = report.loop_before, report.loop_after
+    assert after.state_on_host == MOMENTS == after.on_host
+    assert before.inputs - after.inputs == MOMENTS
+    assert after.total <= report.budget == int(0.7 * before.total)
+    assert after.waited < after.copies and report.extra_compute < 0.5
+    executed = as_executed(result.model, None, "all", Preparation(kernels_of("cuda")))
+    made = prediction.laid_out(executed)
+    count = len(made.state)
+    assert {check_copies(made, late) for late in (False, True)} == {(count, count)}
+
+
+def test_the_report_says_where_state_lies(rewritten):
+    _, result = rewritten
+    assert "of state on the host" in result.report.verdict()
+    assert "state on the host" in result.report.to_text()
+
+
+def test_numbers_are_those_of_the_original(rewritten, tmp_path):
+    model, result = rewritten
+    onnx.save(model, tmp_path / "before.onnx")
+    result.save(tmp_path / "after.onnx")
+    assert verify.bitwise(tmp_path / "before.onnx", tmp_path / "after.onnx").startswith("bitwise equal")
+
+
+def test_the_same_call_writes_the_same_file(rewritten):
+    model, result = rewritten
+    again = rewrite_model(model, "70%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
+    assert again.model.SerializeToString() == result.model.SerializeToString()
+
+
+def test_values_can_be_moved_as_well():
+    model = adam(layers=8, batch=2048, width=WIDTH)
+    result = rewrite_model(model, "45%", offload=True, offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
+    report = result.report
+    assert report.loop_after.total <= report.budget and report.loop_after.state_on_host
+    assert report.moved is not None and report.loop_after.on_host > report.loop_after.state_on_host
+
+
+def test_a_step_without_such_state_is_refused():
+    with pytest.raises(UsageError, match="no input is read by its own update alone"):
+        rewrite_model(mlp(layers=4, batch=4096, width=64), "60%", offload_state=True, **DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"offload_state": True}, "provider='cuda', run_by='loop'"),
+        ({"offload_state": True, "provider": "cuda", "run_by": "session"}, "provider='cuda', run_by='loop'"),
+        ({"offload_state": True, "provider": "cuda", "run_by": "loop", "fuse": False}, "leave out fuse=False"),
+        ({"offload_state": True, "provider": "cuda", "run_by": "loop", "costs": "cpu"}, "set host_bandwidth="),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given, words):
+    with pytest.raises(UsageError, match=words):
+        parse_options(given)
+
+
+@pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+def test_a_loop_takes_what_is_predicted(rewritten, tmp_path):
+    _, result = rewritten
+    result.save(tmp_path / "step.onnx")
+    job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "graph": None, "loop": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    predicted = result.report.loop_after.total
+    assert all(0 <= predicted - step["peak"] <= 0.01 * predicted for step in found["steps"])
+    assert [step["replays"] for step in found["steps"]] == [1] * 3
