@@ -54,7 +54,7 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
 
     Raises
     ------
-    BudgetInfeasibleError
+    TooLittleTime
         A time limit that was asked for is too short for a single trial.
     """
     options, most = original.options, original.taken
@@ -86,10 +86,10 @@ def least_budget(original: Original, slower: float, deadline: Deadline, attempt:
     return best
 
 
-def _too_short(original: Original, enough: float, deadline: Deadline) -> BudgetInfeasibleError:
+def _too_short(original: Original, enough: float, deadline: Deadline) -> TooLittleTime:
     options, memory = original.options, original.memory
     advised = 5 * math.ceil((options.time_limit - deadline.left() + 2 * (TRIALS + 1) * enough) / 5)
-    return BudgetInfeasibleError(
+    return TooLittleTime(
         Message(
             "{} is too short to search for a budget: each of up to {} trials takes about {:.0f} s here; try {}, or "
             "give a size; {}",

@@ -84,8 +84,9 @@ def test_a_limit_that_is_too_short_for_a_trial_is_refused():
     with pytest.raises(
         BudgetInfeasibleError,
         match=r"time_limit=20 is too short .* 12 s here; try time_limit=170.* no plan was tried: ",
-    ):
+    ) as refused:
         tried(0.5, options=options, seconds_per_file=6.0)
+    assert refused.value.cut_short
     found, attempts = tried(0.5, options=options, seconds_per_file=2.0)
     assert found < 1000 and all(seconds > 2.0 for _, _, seconds in attempts)
 
