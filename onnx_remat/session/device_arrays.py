@@ -56,8 +56,8 @@ def device_array(name: str, value: Any, wanted: bool = True) -> DeviceArray | No
     Raises
     ------
     UsageError
-        It is one, but not `wanted`, as the step runs on the host; it is not contiguous; or its library does not show
-        it (PyTorch, for one that requires gradients or is of type bfloat16).
+        It is one, but not `wanted`, as no `Session` on a device runs the step; it is not contiguous; or its library
+        does not show it (PyTorch, for one that requires gradients or is of type bfloat16).
     """
     if isinstance(value, np.ndarray):
         return None
@@ -68,7 +68,10 @@ def device_array(name: str, value: Any, wanted: bool = True) -> DeviceArray | No
     if shown is None:
         return None
     if not wanted:
-        raise UsageError(f"input {name!r} lies on a device and the step runs on the CPU: pass an array of the host")
+        raise UsageError(
+            f"input {name!r} lies on a device, where only an onnx_remat.Session on that device reads it: pass an array "
+            "of the host, or open a Session there"
+        )
     dtype, shape, strides = np.dtype(shown["typestr"]), tuple(shown["shape"]), shown.get("strides")
     if strides is not None and 0 not in shape:
         dense = [*itertools.accumulate(shape[:0:-1], lambda a, b: a * b, initial=dtype.itemsize)][::-1]

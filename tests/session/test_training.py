@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -87,6 +88,15 @@ def test_what_is_unsafe_is_copied_and_named():
     assert [loop.step(batch) for batch in batches] == pytest.approx([plain.step(batch) for batch in batches])
     for name, array in plain.state().items():
         np.testing.assert_allclose(loop.state()[name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_onnxruntime_s_own_session_takes_no_arrays_of_a_device():
+    """Wherever it runs the step: on CUDA, too, its state is copied there from the host."""
+    model = mlp(layers=2, batch=4, width=3)
+    x = SimpleNamespace(__cuda_array_interface__={"shape": (4, 3), "typestr": "<f4", "data": (4096, False)})
+    for device in ("cpu", "cuda"):
+        with pytest.raises(UsageError, match=r"where only an onnx_remat\.Session .* pass an array of the host"):
+            Loop(plain_session(model), {"x": x}, device=device)
 
 
 @pytest.mark.parametrize(("run_by", "warned"), [("loop", 1), ("session", 0), (None, 0)])
