@@ -147,7 +147,7 @@ def pairs(graph: Graph) -> Iterator[tuple[int, int]]:
     yield from ((draws[op.inputs[1]], op.index) for op in graph.ops if is_product(op))
 
 
-def adjoined(graph: Graph, problem: Problem, schedule: Schedule) -> Schedule:
+def with_draws_at_products(graph: Graph, problem: Problem, schedule: Schedule) -> Schedule:
     """Return `schedule` with every draw right before the first product, as both are written as one node.
 
     A draw moves later, to its product, which reads the same input, so that no value lives longer; if other ops read the

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from onnx_remat.ir.dropout import adjoined, is_draw, is_product
+from onnx_remat.ir.dropout import is_draw, is_product, with_draws_at_products
 from onnx_remat.ir.graph import Op, attributes
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import STANDARD
@@ -59,7 +59,7 @@ def realize(
         Values that no helper node may read or pass on: with one there, ONNX Runtime would round differently.
     """
     graph, tensors, problem = compiled.graph, compiled.tensors, compiled.problem
-    schedule = adjoined(graph, problem, schedule)
+    schedule = with_draws_at_products(graph, problem, schedule)
     direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
     when_due = [is_move(op) or copies_state(compiled, op) for op in graph.ops]  # by `session.lean_graph`
@@ -124,7 +124,7 @@ def settle(compiled: Compiled, problem: Problem, schedule: Schedule, limit: int)
     `problem` is the compiled one, or one with other rules for buffer reuse.
     """
     graph = compiled.graph
-    schedule = adjoined(graph, problem, schedule)
+    schedule = with_draws_at_products(graph, problem, schedule)
     targets = _first_readers(problem, schedule, {op.index for op in graph.ops if _is_absorbed(compiled, op)})
     order = list(schedule.order)
     together = _shifted(order, targets)

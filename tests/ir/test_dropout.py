@@ -149,12 +149,13 @@ def test_draws_go_where_their_products_are() -> None:
     assert pair == (draw, product)
     far = Schedule((tanh, draw, *rest[2:3], product, *rest[:2], *rest[3:]))  # the mask's Cast in between
     check_schedule(compiled.problem, far)
-    assert dropout.adjoined(compiled.graph, compiled.problem, far).order[:4] == (tanh, draw, product, rest[2])
+    order = dropout.with_draws_at_products(compiled.graph, compiled.problem, far).order
+    assert order[:4] == (tanh, draw, product, rest[2])
     near = compiled.default_order()
-    moved = dropout.adjoined(compiled.graph, compiled.problem, near)
+    moved = dropout.with_draws_at_products(compiled.graph, compiled.problem, near)
     at = moved.order.index(draw)
     assert moved.order[at + 1] == product
-    assert dropout.adjoined(compiled.graph, compiled.problem, moved) == moved
+    assert dropout.with_draws_at_products(compiled.graph, compiled.problem, moved) == moved
     check_schedule(compiled.problem, moved)
 
 
