@@ -9,6 +9,7 @@ from functools import partial
 
 from onnx_remat import files
 from onnx_remat.app.flags import (
+    USUAL_COSTS,
     Parser,
     add_flag,
     add_flags,
@@ -65,10 +66,11 @@ def explain(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", metavar="FILE", help="a model that onnx-remat wrote")
     add_flag(parser, "dims", _PLANNED_SIZE)
+    add_flag(parser, "costs", costs=USUAL_COSTS)
     parser.add_argument("--json", metavar="PATH|-", help="also write the explanation as JSON (- is standard output)")
     given = parser.parse_args(arguments)
-    check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)])
-    found = run(given.file, parse_dims(given.dims or []))
+    check_files({given.file: model_io.load(given.file)}, None, [("--json", given.json)], given.costs)
+    found = run(given.file, parse_dims(given.dims or []), given.costs or "")
     return _report(found, given.json)
 
 

@@ -40,7 +40,7 @@ class Recomputed:
     times : int
         Number of nodes that run again.
     seconds : float
-        Their time, by the roofline of the preset costs.
+        Their time, by `Explanation.costs`.
     bytes : int
         Size of their outputs, which are dropped and recomputed.
     spared : int
@@ -98,11 +98,13 @@ class Explanation(Finding):
     control_edges : int
         Edges that only enforce the order.
     extra_seconds : float
-        Time of recomputation relative to the step without it, by the roofline.
+        Time of recomputation relative to the step without it, by `costs`.
     recomputed : tuple of Recomputed
         One entry per module, by descending `spared`.
     by_module : Frame
         The peak by module.
+    costs : str
+        Source of the seconds per op, as in `Options`.
     moved, moved_bytes : int
         Number of moves to the host and back, and their bytes in each direction.
     fused : tuple of Kernel
@@ -125,6 +127,7 @@ class Explanation(Finding):
     extra_seconds: float
     recomputed: tuple[Recomputed, ...]
     by_module: modules.Frame
+    costs: str
     moved: int = 0
     moved_bytes: int = 0
     fused: tuple[Kernel, ...] = ()
@@ -155,9 +158,9 @@ class Explanation(Finding):
         else:
             times, spared = sum(r.times for r in self.recomputed), sum(r.spared for r in self.recomputed)
             lines += [
-                f"{times} nodes are recomputed, +{self.extra_seconds:.1%} compute by the roofline. If their outputs",
-                f"were kept instead, the peak would be {format_bytes(self.kept_peak)}, at {self.kept_at}; "
-                f"{format_bytes(spared)} of that are these outputs:",
+                f"{times} nodes are recomputed, +{self.extra_seconds:.1%} compute by the costs of {self.costs}.",
+                f"If their outputs were kept instead, the peak would be {format_bytes(self.kept_peak)}, at "
+                f"{self.kept_at}; {format_bytes(spared)} of that are these outputs:",
                 *_recomputed_rows(self.recomputed),
                 "",
                 f"{self.control_edges} control edges enforce the order.",
@@ -221,7 +224,7 @@ def _kernels(arranged: SlabLayout) -> tuple[Kernel, ...]:
 
 
 @worker.device_left()
-def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Explanation:
+def explain(path: model_io.Model, dims: Mapping[str, int] | None = None, costs: str = "") -> Explanation:
     """Explain a file that `rewrite_model` wrote.
 
     Parameters
@@ -230,13 +233,15 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
         The file, or the model read from it.
     dims : mapping of str to int, optional
         Sizes of symbolic dimensions; by default those of the plan.
+    costs : str
+        As in `Options`: a file does not say for which it was planned.
 
     Raises
     ------
     ModelError
         The file is not a model, or contains no plan: it was not rewritten, or a tool dropped its metadata.
     UsageError
-        The model has no symbolic dimension of a name in `dims`.
+        The model has no symbolic dimension of a name in `dims`; or `costs` is neither a preset nor a profile of it.
     """
     source = model_io.load(path)
     plan = planned(source.model, model_io.name_of(path))
@@ -250,16 +255,18 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None) -> Expl
         arranged = prediction.laid_out(optimized, fuse=plan.fuse)
         trained, kernels = prediction.footprint(arranged).total, _kernels(arranged)
         not_fused = arranged.fused.why_not
-    found = _explanation(source.model, executed, plan, trained)
+    found = _explanation(source.model, executed, plan, trained, costs or executed.compiled.kernels.costs)
     tensors = executed.compiled.tensors
     back = [tensors[name].nbytes for name in plan.moved if name in tensors]
     return replace(found, moved=len(back), moved_bytes=sum(back), fused=kernels, not_fused=not_fused)
 
 
-def _explanation(model: onnx.ModelProto, executed: Executed, plan: Planned, trained: int | None) -> Explanation:
+def _explanation(
+    model: onnx.ModelProto, executed: Executed, plan: Planned, trained: int | None, by: str
+) -> Explanation:
     graph, tensors = executed.compiled.graph, executed.compiled.tensors
     timeline = executed.timeline
-    seconds = costs.price(graph, tensors, executed.compiled.kernels, executed.compiled.kernels.costs)
+    seconds = costs.price(graph, tensors, executed.compiled.kernels, by)
     gaps = _gaps(graph, executed.order.order)
     dropped = _dropped(executed, gaps)
     sizes = {op: sum(tensors[n].nbytes for n in graph.ops[op].writes if n in dropped) for op in gaps}
@@ -283,6 +290,7 @@ def _explanation(model: onnx.ModelProto, executed: Executed, plan: Planned, trai
         plan.run_by, plan.budget, plan.original_peak, trained, timeline.peak, peak_at, int(kept[worst]), kept_at,
         len(plan.control_edges), again / once if once else 0.0,
         tuple(sorted(recomputed, key=lambda r: (-r.spared, -r.bytes, r.module))), trace.peak_by_module(executed, model),
+        by,
     )  # fmt: skip
 
 

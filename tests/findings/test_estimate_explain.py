@@ -258,3 +258,21 @@ def test_the_extra_compute_is_the_report_s(step, small, for_loop):
     """Of the original's work: what edges and buffers are made of is no part of it."""
     for path, result in (small, for_loop):
         assert explain(path).extra_seconds == pytest.approx(result.report.extra_compute, rel=1e-3)
+
+
+def test_an_explanation_prices_nodes_as_the_plan_was_priced(step, small, tmp_path, capsys):
+    """A profile in which the nodes that this file recomputes take most of the time."""
+    event = {"op_name": "Tanh", "input_type_shape": [{"float": [2048, 32]}]}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps([{"cat": "Node", "name": "a_kernel_time", "dur": 9e6, "args": event}]))
+    found = explain(small[0], costs=str(profile))
+    assert found.extra_seconds > explain(small[0]).extra_seconds
+    assert f"compute by the costs of {profile}" in found.to_text()
+    assert main(["explain", str(small[0]), "--costs", str(profile)]) == 0
+    assert f"+{found.extra_seconds:.1%} compute by the costs of {profile}" in capsys.readouterr().out
+    assert "compute by the costs of cpu" in explain(small[0]).to_text()
+    planned = onnx_remat.rewrite_model(step, "40%", effort=0.3, run_by="session", costs=str(profile))
+    planned.save(tmp_path / "planned.onnx")
+    assert explain(tmp_path / "planned.onnx", costs=str(profile)).extra_seconds == pytest.approx(
+        planned.report.extra_compute, rel=1e-3
+    )
