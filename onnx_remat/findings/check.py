@@ -130,7 +130,8 @@ class CheckResult(Finding):
             if lost
             else f"all {count} {what} are in place"
             for what, count, lost in parts
-        ]
+            if self.recomputed or self.control_edges or self.moved
+        ] or ["the plan recomputes no node and has no control edge"]
         if len(self.running_by_level) == len(runtime.LEVELS):
             lines += [
                 f"ONNX Runtime at level {level!r} runs {running} of the recomputed, "

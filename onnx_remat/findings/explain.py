@@ -154,7 +154,8 @@ class Explanation(Finding):
             size = format_bytes(self.moved_bytes)
             lines += [f"{self.moved} values are moved to the host and back, {size} in each direction", ""]
         if not self.recomputed:
-            lines.append(f"no node is recomputed: {self.control_edges} control edges enforce another order")
+            edges = f": {self.control_edges} control edges enforce" if self.control_edges else ", and no edge enforces"
+            lines.append(f"no node is recomputed{edges} another order")
         else:
             times, spared = sum(r.times for r in self.recomputed), sum(r.spared for r in self.recomputed)
             lines += [

@@ -468,6 +468,15 @@ def _write(
     direct: Set[str],
     dims: Mapping[str, int],
 ) -> Rewritten:
+    metadata = metadata_of(plan, goal, before_peak, dims)
+    written = realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
+    if isinstance(goal.memory, LoopMemory) and (written.moved or goal.memory.options.offload_state):
+        goal.memory.copies().put(written.model)
+    return written
+
+
+def metadata_of(plan: Plan, goal: Goal, before_peak: int, dims: Mapping[str, int]) -> dict[str, str]:
+    """Return what a file says of its plan; `before_peak` in bytes, of the original's tensors."""
     metadata = {
         "version": __version__,
         "budget_bytes": str(plan.budget),
@@ -483,7 +492,4 @@ def _write(
         metadata["fuse"] = "0"
     if (kernels := plan.compiled.kernels).device != "cpu":
         metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
-    written = realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
-    if isinstance(goal.memory, LoopMemory) and (written.moved or goal.memory.options.offload_state):
-        goal.memory.copies().put(written.model)
-    return written
+    return metadata

@@ -16,7 +16,7 @@ from onnx_remat.ort.executed import whom_to_ask
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import BUDGET_KEY
+from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY
 
 MOVES = (
     "values are moved when they are due, and alongside kernels, by onnx_remat.Session and training.Loop alone; in "
@@ -106,8 +106,8 @@ def other_levels(peaks: Mapping[str, int], budget: int, level: str) -> tuple[str
 
 
 def rewritten_before(source: onnx.ModelProto) -> tuple[str, ...]:
-    """Return a note on a model that is the result of another rewrite."""
-    if not any(prop.key == BUDGET_KEY for prop in source.metadata_props):
+    """Return a note on a model that is the result of another rewrite, which did not leave it as it was."""
+    if not any(prop.key in (CLONES_KEY, EDGES_KEY) and prop.value != "[]" for prop in source.metadata_props):
         return ()
     return ("IN was rewritten before: percentages and extra compute refer to it; start from the original",)
 

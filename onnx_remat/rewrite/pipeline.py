@@ -30,7 +30,7 @@ from onnx_remat.plan.request import Deadline
 from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget
+from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget, metadata_of
 from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rewritten_before, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
@@ -39,7 +39,7 @@ from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, mak
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import Budget, parse_budget
-from onnx_remat.write.decided import Rewritten
+from onnx_remat.write.decided import Rewritten, recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +390,7 @@ def _why_kept(original: Original, slower: float | None) -> str:
 
 
 def _unchanged(job: Job, why: str) -> Result:
-    """Return the original as the result, and why."""
+    """Return the original as the result, with its plan in the metadata, and why."""
     original, memory, clock = job.original, job.goal.memory, job.clock
     options, compiled, executed, footprint = original.options, memory.compiled, original.executed, original.footprint
     peak, nodes = describe(executed, executed.timeline), compiled.graph.n_nodes()
@@ -408,7 +408,7 @@ def _unchanged(job: Job, why: str) -> Result:
             + (
                 "in the body of an If" if not options.patterns
                 else "with outputs renamed" if options.state_outputs
-                else "with functions written out" if original.expanded else "unchanged"
+                else "with functions written out" if original.expanded else "unchanged but for metadata"
             ),
             *rewritten_before(compiled.graph.model),
             *phases.note(compiled.problem.phase.tolist()),
@@ -419,7 +419,6 @@ def _unchanged(job: Job, why: str) -> Result:
         run_by=memory.run_by, loop_before=footprint, loop_after=footprint,
         covered_before=original.taken, covered_after=original.taken,
     )  # fmt: skip
-    return Result(
-        _as_saved(compiled.graph.model, options), report, original.folder, original.data, compiled, executed, executed,
-        (),
-    )  # fmt: skip
+    metadata = metadata_of(as_it_is(job.goal), job.goal, peak.total, options.dims)
+    model = _as_saved(recorded(compiled.graph.model, metadata), options)
+    return Result(model, report, original.folder, original.data, compiled, executed, executed, ())

@@ -148,9 +148,28 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
         )  # fmt: skip
     except (KeyError, ValueError, RecursionError) as error:
         raise ModelError(
-            f"{name} does not say what was planned: it was not rewritten (a step that keeps its budget is left as it "
-            "is), or a tool dropped or damaged its metadata"
+            f"{name} does not say what was planned: onnx-remat did not write it, or a tool dropped or damaged its "
+            "metadata"
         ) from error
+
+
+def recorded(model: onnx.ModelProto, metadata: Mapping[str, str]) -> onnx.ModelProto:
+    """Return a copy of a model that keeps a budget as it is, with the metadata of a plan, keys without prefix.
+
+    What an earlier rewrite said of the nodes still holds.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    before = {prop.key: prop.value for prop in model.metadata_props if prop.key not in _OF_OPTIONS}
+    now = {CLONES_KEY: "[]", EDGES_KEY: "[]"} | before | {TAG + key: value for key, value in metadata.items()}
+    del made.metadata_props[:]
+    for key, value in now.items():
+        made.metadata_props.add(key=key, value=value)
+    return made
+
+
+_OF_OPTIONS = (PROVIDER_KEY, LEVEL_KEY, WORKSPACE_KEY, FUSE_KEY, ARENA_KEY)
+"""Model metadata that some plans have and others lack."""
 
 
 def _listed(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from onnx_remat.findings.explain import explain
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
+from onnx_remat.session.session import Session
 from onnx_remat.write.decided import ARENA_KEY, RECOMPUTE_KEY
 from sample_models.chain import chain
 from tests.support.graphs import mlp
@@ -86,6 +87,22 @@ def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeyp
     monkeypatch.setattr("onnx_remat.findings.check.check", lambda *_, **__: found)
     assert main(["check", "some.onnx"]) == code
     assert words in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("run_by", ["loop", "session"])
+def test_a_step_that_kept_its_budget_as_it_was_still_does(run_by, tmp_path, capsys):
+    """The file says its plan, as others do: what it was planned for, and that it recomputes nothing."""
+    model, path = mlp(layers=4, batch=256, width=32, dims="batch"), str(tmp_path / "out.onnx")
+    onnx_remat.rewrite_model(model, "120%", run_by=run_by, dims={"batch": 256}).save(path)
+    assert not model.metadata_props
+    assert main(["check", path]) == 0
+    out = capsys.readouterr().out
+    assert "all 0" not in out and out.splitlines()[0] == "the plan recomputes no node and has no control edge"
+    assert "the file keeps its budget of" in out
+    assert main(["explain", path]) == 0
+    assert "no node is recomputed, and no edge enforces another order" in capsys.readouterr().out
+    with Session(path) as session:
+        assert {array.name: array.shape for array in session.inputs}["x"] == (256, 32)
 
 
 def test_merged_recomputes_are_named_and_cost_the_budget(small, tmp_path, capsys):
@@ -237,7 +254,7 @@ def test_a_model_in_memory_is_as_good_as_its_file(command, small):
     assert found == of_file
     with pytest.raises(ModelError) as caught:
         command(mlp())
-    assert str(caught.value).startswith("the model does not say what was planned: it was not rewritten")
+    assert str(caught.value).startswith("the model does not say what was planned: onnx-remat did not write it")
 
 
 def test_a_loop_s_file_is_simulated_with_the_sizes_that_a_loop_gives(tmp_path):

@@ -22,12 +22,13 @@ from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY, LEVEL_KEY
+from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, EDGES_KEY, LEVEL_KEY
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of, run_model, same_bits
 from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 LIMIT = {"effort": 0.3, "run_by": "session"}
+REWRITTEN = "IN was rewritten before: percentages and extra compute refer to it; start from the original"
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +102,26 @@ def test_keep_all_never_makes_it_worse(path):
 
 
 def test_a_budget_that_is_kept_already_changes_nothing(mlp_model):
+    """But for the metadata that say so, of which the original has none."""
     result = onnx_remat.rewrite_model(mlp_model, "100%", **LIMIT)
+    assert result.model.metadata_props and not mlp_model.metadata_props
+    assert result.report.notes[0].endswith("budget already: OUT is the original, unchanged but for metadata")
+    del result.model.metadata_props[:]
     assert result.model.SerializeToString() == mlp_model.SerializeToString()
-    assert "unchanged" in result.report.notes[0]
+
+
+def test_a_kept_budget_of_a_rewritten_file_leaves_what_it_says_of_its_nodes(rewritten):
+    again = onnx_remat.rewrite_model(rewritten.model, rewritten.report.budget + 1000, **LIMIT)
+    before, after = ({p.key: p.value for p in made.model.metadata_props} for made in (rewritten, again))
+    assert after[CLONES_KEY] == before[CLONES_KEY] != "[]" and after[EDGES_KEY] == before[EDGES_KEY]
+    assert int(after[BUDGET_KEY]) == int(before[BUDGET_KEY]) + 1000
+    third = onnx_remat.rewrite_model(again.model, again.report.budget, **LIMIT)
+    assert REWRITTEN in third.report.notes
+
+
+def test_a_kept_budget_makes_no_rewritten_file(mlp_model):
+    kept = onnx_remat.rewrite_model(mlp_model, "100%", **LIMIT)
+    assert REWRITTEN not in onnx_remat.rewrite_model(kept.model, "80%", **LIMIT).report.notes
 
 
 def equal_nodes() -> onnx.ModelProto:
@@ -338,8 +356,7 @@ def test_a_rewritten_model_can_be_rewritten_again(mlp_model, rewritten):
     twice = onnx_remat.rewrite_model(rewritten.model, rewritten.report.budget, **LIMIT)
     feeds = feeds_for(mlp_model)
     assert twice.report.recomputed == 0
-    note = "IN was rewritten before: percentages and extra compute refer to it; start from the original"
-    assert note in twice.report.notes and note not in rewritten.report.notes
+    assert REWRITTEN in twice.report.notes and REWRITTEN not in rewritten.report.notes
     assert same_bits(run_model(mlp_model, feeds), run_model(twice.model, feeds))
 
 
