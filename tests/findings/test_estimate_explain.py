@@ -37,7 +37,7 @@ def step():
 @pytest.fixture(scope="module")
 def small(step, tmp_path_factory):
     path = tmp_path_factory.mktemp("explain") / "small.onnx"
-    result = onnx_remat.rewrite_model(step, "40%", effort=1.0, run_by="session")
+    result = onnx_remat.rewrite_model(step, "40%", effort=0.3, run_by="session")
     assert result.recomputed
     result.save(path)
     return path, result
@@ -46,7 +46,7 @@ def small(step, tmp_path_factory):
 @pytest.fixture(scope="module")
 def for_loop(tmp_path_factory):
     path = tmp_path_factory.mktemp("explain") / "loop.onnx"
-    result = onnx_remat.rewrite_model(with_modules(mlp(layers=12, batch=16384, width=32)), "60%", effort=1.0)
+    result = onnx_remat.rewrite_model(with_modules(mlp(layers=12, batch=16384, width=32)), "60%", effort=0.3)
     assert result.recomputed
     result.save(path)
     return path, result
@@ -96,9 +96,9 @@ def test_an_estimate_is_what_the_report_calls_before(step, small):
 def test_the_lowest_budgets_hold(step):
     found = estimate(step)
     assert found.impossible_below <= found.first_look < found.covered == found.loop.total
-    onnx_remat.rewrite_model(step, found.first_look, effort=2.0, verify="none")
+    onnx_remat.rewrite_model(step, found.first_look, effort=1.0, verify="none")
     with pytest.raises(BudgetInfeasibleError):
-        onnx_remat.plan_model(step, found.impossible_below - 3, effort=1.0)
+        onnx_remat.plan_model(step, found.impossible_below - 3, effort=0.3)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_what_a_budget_covers_is_what_is_estimated(step):
     found = estimate(step, run_by="session")
     assert (found.run_by, found.covered) == ("session", found.peak.total)
     assert found.impossible_below <= found.first_look < found.covered
-    onnx_remat.rewrite_model(step, found.first_look, effort=2.0, verify="none", run_by="session")
+    onnx_remat.rewrite_model(step, found.first_look, effort=1.0, verify="none", run_by="session")
 
 
 def test_an_inference_graph_has_an_estimate():
@@ -157,7 +157,7 @@ def test_a_file_of_an_older_format_is_explained(tmp_path):
     """Nodes have metadata from IR version 10 on, and in older files none the less."""
     step = mlp(layers=12, batch=2048, width=32)
     step.ir_version = 8
-    result = onnx_remat.rewrite_model(step, "60%", effort=1.0, run_by="session")
+    result = onnx_remat.rewrite_model(step, "60%", effort=0.3, run_by="session")
     result.save(tmp_path / "small.onnx")
     found = explain(tmp_path / "small.onnx")
     assert sum(each.times for each in found.recomputed) == result.report.recomputed > 0
@@ -262,9 +262,13 @@ def test_the_extra_compute_is_the_report_s(step, small, for_loop):
 
 def test_an_explanation_prices_nodes_as_the_plan_was_priced(step, small, tmp_path, capsys):
     """A profile in which the nodes that this file recomputes take most of the time."""
-    event = {"op_name": "Tanh", "input_type_shape": [{"float": [2048, 32]}]}
+    rows, square = {"float": [2048, 32]}, {"float": [32, 32]}
+    events = [
+        {"cat": "Node", "name": f"{name}_kernel_time", "dur": took, "args": {"op_name": name, "input_type_shape": read}}
+        for name, took, read in (("Tanh", 9e6, [rows]), ("MatMul", 1.0, [rows, square]))
+    ]
     profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps([{"cat": "Node", "name": "a_kernel_time", "dur": 9e6, "args": event}]))
+    profile.write_text(json.dumps(events))
     found = explain(small[0], costs=str(profile))
     assert found.extra_seconds > explain(small[0]).extra_seconds
     assert f"compute by the costs of {profile}" in found.to_text()
