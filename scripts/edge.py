@@ -78,7 +78,6 @@ def exported(model: Any, check: bool = True) -> tuple[onnx.ModelProto, dict[str,
 def make(folder: Path, budget: str, effort: float, names: list[str]) -> None:
     """Write the files of the named models, and their list."""
     from onnx_remat import rewrite_model
-    from onnx_remat.session import state_file
     from sample_models.networks.page_models import MODELS
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +89,7 @@ def make(folder: Path, budget: str, effort: float, names: list[str]) -> None:
         files = {"before": f"{name}.onnx", "after": f"{name}.small.onnx", "state": f"{name}.safetensors"}
         onnx.save(step, folder / files["before"])
         onnx.save(result.model, folder / files["after"])
-        state_file.write(folder / files["state"], feeds)
+        places.write_state(folder / files["state"], feeds)
         report = result.report
         peaks = {"before": report.before.total, "after": report.after.total}
         known = {"peaks": peaks, "budget": report.budget, "compute": report.extra_compute}
@@ -173,7 +172,6 @@ def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[
     """Lines of the table of transformers: do some steps run in a heap of so many bytes?"""
     from onnx_remat.errors import BudgetInfeasibleError
     from onnx_remat.rewrite.pipeline import rewrite_model
-    from onnx_remat.session import state_file
     from sample_models.networks.page_models import transformer
 
     for size in sizes:
@@ -192,7 +190,7 @@ def largest(heap: int, sizes: list[str], effort: float, steps: int) -> Iterator[
         with tempfile.TemporaryDirectory(prefix="onnx-remat-") as home:
             path, state = Path(home) / "step.onnx", Path(home) / "state.safetensors"
             onnx.save(written, path)
-            state_file.write(state, feeds)
+            places.write_state(state, feeds)
             start = time.perf_counter()
             kept = places.fits(path, state, heap, steps)
             seconds = f"{time.perf_counter() - start:.0f}" if kept else ""

@@ -50,11 +50,6 @@ def kinds_of(arrays: Mapping[str, npt.NDArray[Any]]) -> Kinds:
     return {name: (array.dtype.newbyteorder("=").name, array.shape) for name, array in arrays.items()}
 
 
-def write(path: str | os.PathLike[str], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write arrays that are all in memory, see `write_each`."""
-    write_each(path, kinds_of(arrays), arrays.values())
-
-
 def write_each(path: str | os.PathLike[str], kinds: Kinds, arrays: Iterable[npt.NDArray[Any]]) -> None:
     """Write arrays from an iterator to a file atomically: readers see the old file or the complete new one.
 

@@ -12,7 +12,6 @@ import onnx
 import pytest
 
 from onnx_remat import rewrite_model
-from onnx_remat.session import state_file
 from tests.support import elsewhere
 from tests.support.elsewhere import browser, places
 from tests.support.graphs import feeds_for, mlp
@@ -44,7 +43,7 @@ def steps(tmp_path_factory):
     made = rewrite_model(model, "40%", run_by="session", effort=1)
     onnx.save(model, folder / "before.onnx")
     onnx.save(made.model, folder / "after.onnx")
-    state_file.write(folder / "state.safetensors", feeds_for(model))
+    places.write_state(folder / "state.safetensors", feeds_for(model))
     peaks = {"before": made.report.before.total, "after": made.report.after.total}
     files = {"before": "before.onnx", "after": "after.onnx", "state": "state.safetensors"}
     known = {"name": "mlp", "about": "An MLP", "peaks": peaks, "budget": made.report.budget}
@@ -111,7 +110,7 @@ def test_a_heap_with_a_limit_is_enough_for_the_rewritten_file_alone(steps):
 def test_a_value_that_is_missing_is_named(steps, tmp_path):
     feeds = feeds_for(step())
     del feeds["w3"]
-    state_file.write(tmp_path / "state.safetensors", feeds)
+    places.write_state(tmp_path / "state.safetensors", feeds)
     with pytest.raises(subprocess.CalledProcessError) as failed:
         places.in_node(steps / "after.onnx", tmp_path / "state.safetensors", 1)
     assert "no value for the input w3" in failed.value.stderr

@@ -264,8 +264,12 @@ ARRAYS = {
 }  # fmt: skip
 
 
+def written(path, arrays):
+    state_file.write_each(path, state_file.kinds_of(arrays), arrays.values())
+
+
 def test_state_files_are_what_others_read(tmp_path):
-    state_file.write(tmp_path / "f", ARRAYS)
+    written(tmp_path / "f", ARRAYS)
     data = (tmp_path / "f").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0
@@ -290,7 +294,7 @@ def test_state_files_are_what_others_read(tmp_path):
     ],
 )
 def test_damaged_state_files_change_nothing(tmp_path, damage, message):
-    state_file.write(tmp_path / "f", ARRAYS)
+    written(tmp_path / "f", ARRAYS)
     (tmp_path / "f").write_bytes(damage((tmp_path / "f").read_bytes()))
     found = {name: np.zeros(array.shape, array.dtype) for name, array in ARRAYS.items()}
     with pytest.raises((ModelError, UsageError), match=message):
@@ -300,7 +304,7 @@ def test_damaged_state_files_change_nothing(tmp_path, damage, message):
 
 def test_a_type_that_the_format_lacks_is_named(tmp_path):
     with pytest.raises(UsageError, match="state 'z' of type complex64 cannot be saved"):
-        state_file.write(tmp_path / "f", {"z": np.zeros(2, np.complex64)})
+        written(tmp_path / "f", {"z": np.zeros(2, np.complex64)})
     assert not (tmp_path / "f").exists()
 
 
@@ -309,18 +313,18 @@ def test_a_state_is_not_saved_under_the_ending_of_another_format(tmp_path, endin
     """numpy.load would take it for damaged; files without an ending, and with unknown ones, are written."""
     arrays = {"w": np.ones(3, np.float32)}
     with pytest.raises(UsageError, match=rf"cannot save to .*{ending}: the file is a safetensors file, .* use .safet"):
-        state_file.write(tmp_path / f"state{ending}", arrays)
+        written(tmp_path / f"state{ending}", arrays)
     assert not list(tmp_path.iterdir())
-    state_file.write(tmp_path / "state.v1", arrays)
+    written(tmp_path / "state.v1", arrays)
     assert state_file.shapes(tmp_path / "state.v1") == {"w": (3,)}
 
 
 def test_a_saved_state_keeps_the_permissions_of_the_one_before(tmp_path):
     """And its name may be as long as names can be, in bytes."""
     path = tmp_path / f"{'ü' * 120}.safetensors"
-    state_file.write(path, {"w": np.ones(3, np.float32)})
+    written(path, {"w": np.ones(3, np.float32)})
     path.chmod(0o600)
-    state_file.write(path, {"w": np.zeros(3, np.float32)})
+    written(path, {"w": np.zeros(3, np.float32)})
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 

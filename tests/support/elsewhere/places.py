@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_remat.session.state_file import kinds_of, write_each
 from tests.support.elsewhere import FOLDER, browser
 
 MIB = 2**20
@@ -26,6 +27,11 @@ class Run:
 
     losses: tuple[float, ...]
     heap: int = 0
+
+
+def write_state(path: Path, feeds: Mapping[str, Any]) -> None:
+    """Write values for a step's inputs, as `in_node` and the others read them."""
+    write_each(path, kinds_of(feeds), feeds.values())
 
 
 def in_python(model: Path, feeds: Mapping[str, Any], steps: int) -> Run:
