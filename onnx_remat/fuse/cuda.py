@@ -121,19 +121,27 @@ def thread_of(
     each : int
         Elements of a thread: its number leaves out those of earlier blocks.
     """
-    parts = {"in": f"[{inputs} x ptr]", "out": f"[{outputs} x ptr]", "sizes": f"[{max(sizes, 1)} x i64]"}
-    arguments = ", ".join(f"ptr byval({kind}) align 8 %{part}" for part, kind in parts.items())
     first = f"%blocks = mul nuw nsw i64 %b.wide, {each}", "%first = mul nuw nsw i64 %blocks, %n.wide"
     body = "\n  ".join([*_THREAD, *first, f"%{name} = add nuw nsw i64 %first, %t.wide", *lines])
-    return f"""define ptx_kernel void @kernel({arguments}, i64 %size) #0 {{
+    return f"""{head_of(inputs, outputs, max(sizes, 1))}
 start:
   {body}
   %some = icmp slt i64 %{counted or name}, %size
   br i1 %some, label %work, label %done"""
 
 
+def head_of(inputs: int, outputs: int, sizes: int) -> str:
+    """Return the first line of a function with arguments of these lengths."""
+    parts = {"in": f"[{inputs} x ptr]", "out": f"[{outputs} x ptr]", "sizes": f"[{sizes} x i64]"}
+    arguments = ", ".join(f"ptr byval({kind}) align 8 %{part}" for part, kind in parts.items())
+    return f"define ptx_kernel void @kernel({arguments}, i64 %size) #0 {{"
+
+
+OWN_BLOCK: Final = "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()"
+"""Instruction with the number of a thread's block, once in a function."""
+
 _THREAD = (
-    "%t = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()", "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()",
+    OWN_BLOCK, "%t = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()",
     "%n = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()", "%t.wide = zext i32 %t to i64",
     "%b.wide = zext i32 %b to i64", "%n.wide = zext i32 %n to i64",
 )  # fmt: skip

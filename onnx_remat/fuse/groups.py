@@ -30,7 +30,7 @@ from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_ENDS = 48
-"""Maximum number of inputs, and of outputs, of a kernel; ``shim.c`` allows 64."""
+"""Maximum number of inputs, and of outputs, of a kernel; ``shim.c`` allows 512, of joined kernels."""
 
 MOST_NODES = 96
 """Maximum number of nodes of a group: larger kernels take long to compile, and run out of registers."""

@@ -90,6 +90,8 @@ class Kernel:
         What it computes if it has no text, see `convolutions`.
     threads : int
         Threads of a block, if a CUDA device runs it, see `cuda`; else 0.
+    segments : int
+        Number of kernels that it joins, see `segments`; its size is then that in blocks, and its grain 1.
     """
 
     text: str
@@ -101,6 +103,7 @@ class Kernel:
     scratch: int = 0
     convolution: Convolution | None = None
     threads: int = 0
+    segments: int = 1
 
     @property
     def device(self) -> bool:
@@ -110,12 +113,13 @@ class Kernel:
     def numbers(self, offset: int) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``.
 
-        `offset` is that of its code, or -1 for a convolution; a kernel of a device has none.
+        `offset` is that of its code, or -1 for a convolution; a kernel of a device has none. One that joins several has
+        minus their number in place of its grain.
         """
         description = [
             -self.threads if self.device else offset,
             self.size,
-            self.grain,
+            -self.segments if self.segments > 1 else self.grain,
             len(self.inputs),
             len(self.outputs),
         ]

@@ -31,7 +31,7 @@
 #define INSIDE __attribute__((visibility("hidden"))) /* of the library */
 
 enum { COPIES = -2000 }; /* in place of a kernel's threads, of one that copies */
-enum { API_VERSION = 18, MOST = 64, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
+enum { API_VERSION = 18, MOST = 512, MOST_RANK = 16, VARIADIC = 2, ATTRIBUTE_INT = 1, FAIL = 1, INVALID_GRAPH = 10 };
 
 typedef struct Status Status; /* NULL: all went well */
 typedef void (*Function)(void);
@@ -170,15 +170,18 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
 
 /* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
  * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device less: its
- * threads, a copy COPIES. 0, or -1: no such place in the table, no memory, or the numbers do not add up. */
+ * threads, a copy COPIES. 0, or -1: no such place in the table, no memory, or the numbers do not add up. A kernel of a
+ * device that joins several, each with as many inputs and outputs, has minus their number for grain, and blocks for
+ * elements; its sizes are the first block of each, then the elements of each. */
 int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t count) {
     Table *table = find(secret);
     if (!table) return -1;
     Kernel *kernel = handle < table->count ? &table->kernels[handle] : NULL;
     int64_t *copy = count ? malloc(count * sizeof *copy) : NULL;
     int calls = count && numbers[0] == -1, device = count && ((numbers[0] < -1 && numbers[0] >= -1024) || numbers[0] == COPIES);
+    int64_t joins = device && count > 2 && numbers[2] < 0 && numbers[2] >= -MOST ? -numbers[2] : 0;
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
-               (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && numbers[2] > 0 && numbers[3] >= 0 && numbers[3] <= MOST && numbers[4] > 0 &&
+               (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && (numbers[2] > 0 || joins) && numbers[3] >= 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
     size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
     for (int64_t i = 0; good && i < numbers[4]; i++) {
@@ -186,12 +189,19 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
         int64_t elements = 1;
         for (int64_t d = 0; good && d < numbers[at + 1]; d++)
             if ((good = at + 2 + (size_t)d < count)) elements *= numbers[at + 2 + (size_t)d];
-        if ((good = good && (calls || elements % numbers[1] == 0))) at += 2 + (size_t)numbers[at + 1];
+        if ((good = good && (calls || joins || elements % numbers[1] == 0))) at += 2 + (size_t)numbers[at + 1];
+    }
+    if (good && joins) good = numbers[3] % joins == 0 && numbers[4] % joins == 0 && at + 2 * (size_t)joins <= count;
+    const int64_t *shape = numbers + shapes;
+    for (int64_t i = 0; good && joins && i < numbers[4]; i++, shape += 2 + shape[1]) {
+        int64_t elements = 1, own = numbers[at + (size_t)(joins + i / (numbers[4] / joins))];
+        for (int64_t d = 0; d < shape[1]; d++) elements *= shape[2 + d];
+        good = own > 0 && elements % own == 0;
     }
     good = good && (calls ? numbers[4] == 2 && at + convolution_sizes == count : at <= count);
     if (good) {
         memcpy(copy, numbers, count * sizeof *copy);
-        *kernel = (Kernel){table, NULL, NULL, NULL, copy[1], copy[2], (size_t)copy[3], (size_t)copy[4],
+        *kernel = (Kernel){table, NULL, NULL, NULL, copy[1], joins ? 1 : copy[2], (size_t)copy[3], (size_t)copy[4],
                            copy + 5, copy + shapes, copy + at, copy, {0}};
         if (!calls && !device) kernel->body = (Body)((char *)table->code + copy[0]);
     } else {

@@ -12,7 +12,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from onnx_remat.fuse import cuda, rows
+from onnx_remat.fuse import cuda, rows, segments
 from onnx_remat.fuse.cuda import BLOCK, THREADS, WARP
 from onnx_remat.fuse.members import MOST_REDUCTIONS
 from onnx_remat.fuse.rows import LEAST_WARPS
@@ -288,6 +288,10 @@ def test_an_assembler_takes_the_text_and_spills_no_register(capability, tmp_path
     shapes = {"x": (2, 8, 16, 32), "weight": (8, 1, 1), "bias": (8, 1, 1)}
     normalised = build(batch_norm(), shapes, ["y"], {"small": np.array(1e-5, np.float32)})
     texts |= dict.fromkeys(kernel.text for kernel in warps.fused(normalised).kernels)
+    nodes = [node("Mul", ["x", "y"], "a"), node("Sub", ["a", "z"], "b")]
+    plain = build(nodes, {"x": (300,), "y": (300,), "z": ()}, ["b"])
+    for count, each in (2, rowed), (4, normalised), (29, plain):
+        texts[segments.joined(list(warps.fused(each).kernels) * count).text] = None
     path = tmp_path / "module.ptx"
     path.write_bytes(cuda.module(list(texts))[:-1])
     command = [assembler, "-v", f"-arch=sm_{capability}", str(path), "-o", str(tmp_path / "made")]

@@ -141,6 +141,33 @@ def test_descriptions_that_do_not_add_up_are_refused(change):
         pass
 
 
+def joined(**change: int) -> list[int]:
+    """Numbers of a kernel of a device that joins two, of 64 and of 3 floats; by name what is changed in them."""
+    names = ("threads", "blocks", "segments", "inputs", "outputs", "type0", "in0", "type1", "in1", "made0", "rank0",
+             "dim0", "made1", "rank1", "dim1", "start0", "start1", "size0", "size1")  # fmt: skip
+    numbers = dict(zip(names, (-256, 2, -2, 2, 2, 1, 64, 1, 3, 1, 1, 64, 1, 1, 3, 0, 1, 64, 3), strict=True))
+    return list((numbers | change).values())
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        ({"size1": 2}, 19), ({"size0": 3}, 19), ({"size1": 0}, 19), ({"size0": -64}, 19), ({"dim1": 4}, 19),
+        ({"segments": -3}, 19), ({"segments": 0}, 19), ({"segments": -(1 << 40)}, 19), ({"threads": 0}, 19),
+        ({"threads": -1}, 19), ({}, 18), ({}, 15), ({"outputs": 1}, 19), ({"inputs": 1}, 19),
+    ],
+)  # fmt: skip
+def test_descriptions_of_joined_kernels_that_do_not_add_up_are_refused(change, length):
+    code = bytes([0xC3]) + bytes(63)
+    with shim.offered(shim.new_secret(), code, [joined()]):
+        pass
+    with (
+        pytest.raises(ModelError, match="rejects the description"),
+        shim.offered(shim.new_secret(), code, [joined(**change)[:length]]),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 15, 16, 17, 31, 33, 63, 65, 255, 257])
 def test_nothing_is_written_past_the_end(size):
     guarded = np.full(size + 64, 7, np.float32)
