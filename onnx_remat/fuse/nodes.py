@@ -33,11 +33,14 @@ class FusedNode:
         Places of the nodes that it replaces.
     plain : frozenset of int
         Input slots that the kernel reads elementwise only: an output may overwrite such an input.
+    segments : int
+        Number of kernels that it joins, each with an equal share of the inputs and outputs; see `joins`.
     """
 
     node: onnx.NodeProto
     members: tuple[int, ...]
     plain: frozenset[int]
+    segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Fusion is a pure function of the unfused layout. It is used only where it costs no memory: every output written in place
 stays so, and the slab is larger by no more than half of the bookkeeping that it saves and the scratch memory that it
-frees.
+frees. On a device, where kernels of equal code are joined (`fuse.joins`), it is also larger by up to a thousandth, for
+small values that wait for others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -52,6 +54,10 @@ class Fused:
     unfused_slab: int = 0
     unserved: int = 0
 
+
+SMALL_SHARE = 1024
+"""Inverse of the part of a slab that small values, such as gradients of biases, may take more where kernels are joined:
+they lie above all others, so that they cost memory wherever they are live."""
 
 MOST_NODES = 20_000
 """Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
@@ -122,8 +128,8 @@ def fuse_step(
     seconds : float, optional
         Limit on the search for a small slab.
     """
-    from onnx_remat.fuse import blas, convolutions, cuda, onednn, pools
-    from onnx_remat.fuse.nodes import FusedNode, fuse
+    from onnx_remat.fuse import blas, convolutions, cuda, joins, onednn, pools
+    from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
     from onnx_remat.fuse.ordered import OrderedStep
     from onnx_remat.fuse.replacements import convolved
     from onnx_remat.ort import runtime
@@ -157,36 +163,56 @@ def fuse_step(
     found = fuse(ordered, secret)
     if not found.kernels:
         return Refused("no two of its nodes can be fused")
-    steps = lean_graph.as_run(
-        [
-            lean_graph.LeanNode(each.node, plain=each.plain) if isinstance(each, FusedNode) else program.steps[each]
-            for each in found.order
-        ]
-    )
-    again = offsets.program(
-        steps, {**tensors, **found.scratch}, program.inputs, program.outputs, program.kernels, opset
-    )
-    laid = offsets.assign(again, bound.donated, least, seconds)
-    if laid.donated != bound.donated:
-        return Refused("less of its state could be renewed in place")
-    if device and any(cuda.arguments(kernel) > cuda.MOST_ARGUMENTS for kernel in found.kernels):
-        return Refused("a kernel would take too many arguments")
-    # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
-    books = bookkeeping_bytes(values_of(steps), len(found.kernels), convolutions.code_bytes(found.kernels))
-    saved = 0 if device else bookkeeping_bytes(values_of(whole.steps)) - books
-    freed = workspace(whole.steps) - workspace(steps)
-    more = max(0, saved // 2) + freed
-    if laid.height > bound.live + more:  # no slab is smaller than what is live
-        height = (bound if bound.searched else offsets.assign(whole, bound.donated, least, seconds)).height
-        if laid.height > height + more:
-            return Refused(f"its slab would take {laid.height} bytes, not {height}")
-    members = {
-        each.node.output[0]: tuple(program.steps[at] for at in each.members)
-        for each in found.order
-        if isinstance(each, FusedNode)
-    }
-    unserved = 0 if device or ordered.convolutions else len(convolved(ordered)[1])
-    return Laid(again, replace(laid, not_donated=bound.not_donated), found.kernels, members, unserved)
+
+    def program_of(each: Fusion) -> Program:
+        nodes = (
+            lean_graph.LeanNode(at.node, plain=at.plain, segments=at.segments)
+            if isinstance(at, FusedNode) else program.steps[at]
+            for at in each.order
+        )  # fmt: skip
+        steps = lean_graph.as_run(list(nodes))
+        scratch = {**tensors, **each.scratch}
+        return offsets.program(steps, scratch, program.inputs, program.outputs, program.kernels, opset)
+
+    @cache
+    def unfused_height() -> int:
+        return (bound if bound.searched else offsets.assign(whole, bound.donated, least, seconds)).height
+
+    def laid_out(each: Fusion, extra: int = 0) -> Laid | Refused:
+        again = program_of(each)
+        laid = offsets.assign(again, bound.donated, least, seconds)
+        if laid.donated != bound.donated:
+            return Refused("less of its state could be renewed in place")
+        if device and any(cuda.arguments(kernel) > cuda.MOST_ARGUMENTS for kernel in each.kernels):
+            return Refused("a kernel would take too many arguments")
+        # A layout may miss its bound by a little, fused or not; fewer nodes save far more bookkeeping than that.
+        books = bookkeeping_bytes(values_of(again.steps), len(each.kernels), convolutions.code_bytes(each.kernels))
+        saved = 0 if device else bookkeeping_bytes(values_of(whole.steps)) - books
+        freed = workspace(whole.steps) - workspace(again.steps)
+        more = max(0, saved // 2) + freed + extra
+        # No slab is smaller than what is live.
+        if laid.height > bound.live + more and laid.height > unfused_height() + more:
+            return Refused(f"its slab would take {laid.height} bytes, not {unfused_height()}")
+        members = {
+            at.node.output[0]: tuple(program.steps[i] for i in at.members)
+            for at in each.order
+            if isinstance(at, FusedNode)
+        }
+        unserved = 0 if device or ordered.convolutions else len(convolved(ordered)[1])
+        return Laid(again, replace(laid, not_donated=bound.not_donated), each.kernels, members, unserved)
+
+    if device:
+        unjoined = program_of(found)
+        live = offsets.assign(unjoined, bound.donated, least, search=False).live
+        extra = live // SMALL_SHARE
+        rounded = replace(ordered, counted={name: offsets.rounded(nbytes) for name, nbytes in counted.items()})
+        made = laid_out(joins.joined(rounded, found, offsets.LEAST, extra), extra)
+        if isinstance(made, Laid) and (
+            made.offsets.height <= live + extra
+            or made.offsets.height <= offsets.assign(unjoined, bound.donated, least, seconds).height + extra
+        ):
+            return made
+    return laid_out(found)
 
 
 def _of_bodies(program: Program) -> frozenset[str]:

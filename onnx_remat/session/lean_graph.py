@@ -47,11 +47,14 @@ class LeanNode:
         Outer values that its bodies read.
     plain : frozenset of int, optional
         For a fused node, the input slots that its kernel reads element by element, see `fuse.nodes`.
+    segments : int
+        For a fused node, the number of kernels that it joins, each with an equal share of the inputs and outputs.
     """
 
     node: onnx.NodeProto
     captured: tuple[str, ...] = ()
     plain: frozenset[int] | None = None
+    segments: int = 1
 
     @cached_property
     def reads(self) -> tuple[str, ...]:

@@ -43,6 +43,11 @@ def least(kernels: Kernels) -> int:
     return LEAST if kernels.device == "cpu" else 1
 
 
+def rounded(nbytes: int) -> int:
+    """Return the bytes that a value takes in the slab of a device."""
+    return -(-nbytes // _DEVICE_ALIGNMENT) * _DEVICE_ALIGNMENT
+
+
 EFFORT = 4
 """Rounds of search for the layout, a third of a second each; none where the first layout is optimal."""
 
@@ -257,14 +262,16 @@ def is_plain(tensor: Tensor) -> bool:
 def overwrites_safely(program: Program, at: int, made: str, read: str) -> bool:
     """May the node at position `at` write `made` in place of its input `read`?"""
     step, new = program.steps[at], program.tensors[made]
+    out = list(step.node.output).index(made)
     if read in (program.root.get(name, name) for name in step.captured):
         return False
     if step.plain is not None:
         old = program.tensors[read]
         alike = (old.dtype, math.prod(old.shape)) == (new.dtype, math.prod(new.shape))
         slots = [slot for slot, name in enumerate(step.node.input) if program.root.get(name, name) == read]
-        return alike and step.plain.issuperset(slots)
-    out = list(step.node.output).index(made)
+        reads, writes = (len(names) // step.segments for names in (step.node.input, step.node.output))
+        own = out // writes  # segments run in any order: none may write what another reads
+        return alike and step.plain.issuperset(slots) and all(slot // reads == own for slot in slots)
     return all(
         (program.tensors[name].dtype, program.tensors[name].shape) == (new.dtype, new.shape)
         and may_overwrite(program.kernels, step.node, slot, out, new.dtype)

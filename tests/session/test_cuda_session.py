@@ -13,9 +13,14 @@ from onnx import helper
 import onnx_remat
 from onnx_remat.app.flags import in_flags
 from onnx_remat.errors import UsageError
+from onnx_remat.fuse import joins
 from onnx_remat.memory import arena
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed
 from onnx_remat.session import device_scratch
+from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.session.training import Loop
+from tests.support.adam import adam
 from tests.support.fake_cuda import here, run
 from tests.support.fake_cuda.session import state_of
 from tests.support.graphs import mlp, model_of
@@ -183,6 +188,71 @@ def test_fused_kernels_compute_on_the_device_what_they_compute_on_the_cpu(tmp_pa
             loop.step()
         for name, value in loop.state().items():
             np.testing.assert_allclose(found["outputs"][name], value.ravel(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def updates(shapes: dict[str, list[int]]) -> onnx.ModelProto:
+    """Adam's update of a weight of each shape by the gradient of its Softplus, nodes of kernels alone but the loss."""
+    nodes, inputs, outputs = [], {}, {"loss": []}
+    for w, shape in shapes.items():
+        lines = [
+            ("Exp", "w", "e"), ("Add", "e one", "d"), ("Div", "e d", "g"), ("Mul", "m b1", "m1"), ("Mul", "g c1", "g1"),
+            ("Add", "m1 g1", "new.m"), ("Mul", "v b2", "v1"), ("Mul", "g g", "gg"), ("Mul", "gg c2", "g2"),
+            ("Add", "v1 g2", "new.v"), ("Sqrt", "new.v", "root"), ("Add", "root small", "under"),
+            ("Div", "new.m under", "step"), ("Mul", "step rate", "scaled"), ("Sub", "w scaled", "new.w"),
+        ]  # fmt: skip
+        named = {name: f"new.{name[4:]}.{w}" if name.startswith("new.") else f"{name}.{w}"
+                 for _, reads, made in lines for name in (*reads.split(), made)}  # fmt: skip
+        named |= {name: name for name in _NUMBERS}
+        nodes += [helper.make_node(op, [named[n] for n in reads.split()], [named[made]]) for op, reads, made in lines]
+        inputs |= {f"{name}.{w}": shape for name in "wmv"}
+        outputs |= {f"new.{name}.{w}": shape for name in "wmv"}
+    nodes.append(helper.make_node("ReduceMean", [f"g.{min(shapes)}"], ["loss"], keepdims=0))
+    return model_of(nodes, inputs, outputs, {name: np.array(each, np.float32) for name, each in _NUMBERS.items()})
+
+
+_NUMBERS = {"one": 1, "b1": 0.9, "c1": 0.1, "b2": 0.999, "c2": 0.001, "small": 1e-6, "rate": 0.1}
+
+
+@needs_device
+def test_all_updates_are_one_launch_with_the_results_of_the_cpu(tmp_path):
+    """Of parameters of any sizes; that whose gradient the loss reads is another kernel."""
+    path, sizes = tmp_path / "updates.onnx", [[300, 70], [2], [257, 3], [1, 5], [7, 11, 13], [4096], [2, 2]]
+    onnx.save(updates({f"p{i}": shape for i, shape in enumerate(sizes)}), path)
+    found = asked(path, fuse=True, numbers=True)
+    assert found["kernels"] == 2 and found["donated"] == 3 * len(sizes)
+    assert [made["driven"] for made in found["steps"]] == [2] * 3
+    with onnx_remat.Session(path, donate=True) as session:
+        loop = Loop(session, state_of(session, 0))
+        for _ in range(3):
+            loop.step()
+        for name, value in loop.state().items():
+            np.testing.assert_allclose(found["outputs"][name], value.ravel(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@needs_device
+def test_updates_are_joined_within_any_budget(tmp_path):
+    """Gradients wait for one another only where that takes no memory: training takes what was predicted."""
+    model, path = adam(layers=8, batch=2048, width=128), tmp_path / "small.onnx"
+    for budget in ("100%", "60%"):
+        result = onnx_remat.rewrite_model(model, budget, provider="cuda", effort=0.5)
+        result.save(path, force=True)
+        predicted = result.report.loop_after
+        (found,) = trained(path, predicted.total)
+        assert "error" not in found, found
+        assert predicted.total <= result.report.budget and found["kernels"] == predicted.kernels
+        for made in found["steps"]:
+            assert made["peak"] <= predicted.total and made["driven"] == predicted.kernels
+        apart = unjoined(path)
+        assert predicted.kernels < apart.kernels - 4 and apart.live <= predicted.live <= apart.live * 1.001
+        assert predicted.slab <= max(apart.slab * 1.001, predicted.live)
+
+
+def unjoined(path: Path) -> Footprint:
+    """What a step is predicted to take without joins."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joins, "joined", lambda ordered, found, *_: found)
+        executed = as_executed(onnx.load(path), None, "all", Options(provider="cuda", run_by="loop").preparation())
+        return predict(executed)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from onnx_remat.fuse import cuda, shim
+from onnx_remat.fuse import cuda, joins, shim
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
 from onnx_remat.ir.shapes import Tensor
@@ -84,17 +84,21 @@ def launch(kernel: Kernel, inputs: Sequence[np.ndarray], outputs: Sequence[np.nd
     assert not strays, f"{strays} accesses outside the kernel's inputs and outputs"
 
 
-def fused(model: onnx.ModelProto) -> Fusion:
-    """A model's nodes, those of groups replaced by nodes of a device's kernels."""
-    return fuse(replace(ordered_step(model), device=True), shim.new_secret())
+def fused(model: onnx.ModelProto, join: bool = True) -> Fusion:
+    """A model's nodes, those of groups replaced by nodes of a device's kernels, those of one text joined."""
+    ordered = replace(ordered_step(model), device=True)
+    found = fuse(ordered, shim.new_secret())
+    return joins.joined(ordered, found) if join else found
 
 
-def run(model: onnx.ModelProto, feeds: Arrays, over: bool = False) -> tuple[dict[str, np.ndarray], Fusion]:
+def run(
+    model: onnx.ModelProto, feeds: Arrays, over: bool = False, join: bool = True
+) -> tuple[dict[str, np.ndarray], Fusion]:
     """All outputs; groups run on the simulated device, other nodes on ONNX Runtime. Of bfloat16 and float16 the bits.
 
     With `over`, every output of a kernel lies over an input of its size, where the kernel allows that.
     """
-    ordered, made = ordered_step(model), fused(model)
+    ordered, made = ordered_step(model), fused(model, join)
     values: dict[str, np.ndarray] = {w.name: np.array(onnx.numpy_helper.to_array(w)) for w in model.graph.initializer}
     values |= {name: np.array(value, order="C") for name, value in feeds.items()}
     for each in made.order:
@@ -104,13 +108,15 @@ def run(model: onnx.ModelProto, feeds: Arrays, over: bool = False) -> tuple[dict
         node = each.node
         kernel = made.kernels[next(a.i for a in node.attribute if a.name == "handle")]
         inputs = [np.array(values[name], order="C") for name in node.input]
-        outputs, left = [], [inputs[slot] for slot in sorted(each.plain)]
-        for dtype, shape in kernel.outputs:
+        outputs, left = [], sorted(each.plain)
+        reads, writes = (len(names) // each.segments for names in (node.input, node.output))
+        for i, (dtype, shape) in enumerate(kernel.outputs):
             array = np.empty(shape, STORED[dtype])
-            alike = [(other.nbytes, other.size) == (array.nbytes, array.size) for other in left]
-            fits = [i for i, same in enumerate(alike) if same and over]
-            if fits:
-                array = left.pop(fits[0]).reshape(-1).view(array.dtype).reshape(shape)
+            own = [slot for slot in left if slot // reads == i // writes]
+            fits = [s for s in own if (inputs[s].nbytes, inputs[s].size) == (array.nbytes, array.size)]
+            if over and fits:
+                left.remove(fits[0])
+                array = inputs[fits[0]].reshape(-1).view(array.dtype).reshape(shape)
             outputs.append(array)
         launch(kernel, inputs, outputs)
         values |= dict(zip(node.output, outputs, strict=True))

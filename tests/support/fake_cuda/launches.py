@@ -54,7 +54,9 @@ def moved(program: Program) -> int:
     total = 0
     for step in program.steps:
         if not step.writes or step.writes[0] not in program.root:
-            names = [name for name in (*dict.fromkeys(step.reads), *step.writes) if name in program.tensors]
+            width = len(step.reads) // step.segments
+            reads = dict.fromkeys((i // width, name) for i, name in enumerate(step.reads))  # of each joined kernel
+            names = [name for name in (*(name for _, name in reads), *step.writes) if name in program.tensors]
             total += sum(program.tensors[name].nbytes for name in names)
     return total
 

@@ -1,0 +1,234 @@
+"""Joins of kernels with equal code: on a device, one launch computes several of them.
+
+Model
+    Nodes run at places 0, 1, 2, ... Kernels of one text differ in pointers, sizes and numbers of elements only: they
+    become segments of one kernel (`segments`), which runs at the place of one of them, after all makers of its inputs
+    and before all readers of its outputs. What a segment reads, such as a gradient, stays live until then.
+Algorithm
+    For the kernels of each text, those of most elements first, from the last to the first: let a kernel run at the
+    place of one of the nearest joined ones, or these at its own, if that place is valid for all, one launch can have
+    their arguments, and **live bytes never exceed the step's peak**.
+Complexity
+    A few trials per kernel, each linear in the places of the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+import onnx
+
+from onnx_remat.fuse import segments
+from onnx_remat.fuse.kernel import Kernel
+from onnx_remat.fuse.nodes import FusedNode, Fusion
+from onnx_remat.fuse.ordered import OrderedStep
+
+MOST_TRIED = 4
+"""Maximum number of joined kernels that another one of their text is tried with."""
+
+
+def joined(ordered: OrderedStep, found: Fusion, small: int = 0, more: int = 0) -> Fusion:
+    """Join kernels of equal code where no more bytes are live then.
+
+    Parameters
+    ----------
+    ordered : OrderedStep
+        The step that was fused.
+    found : Fusion
+    small : int
+        Size in bytes below which values lie apart from all others, so that each of the two has a peak.
+    more : int
+        Bytes by which the peak of small values may grow.
+    """
+    joining = _Joining(ordered, found, small, more)
+    joining.join()
+    kernels: list[Kernel] = []
+    order: list[int | FusedNode] = []
+    for place in range(len(found.order)):
+        together = [found.order[i] for i in joining.here[place]]
+        nodes = [each for each in together if isinstance(each, FusedNode)]
+        if not nodes:
+            order += together
+            continue
+        order.append(_joined_node(nodes, len(kernels)))
+        parts = [found.kernels[_handle_of(each.node).i] for each in nodes]
+        kernels.append(segments.joined(parts) if len(parts) > 1 else parts[0])
+    return Fusion(tuple(order), tuple(kernels), found.scratch)
+
+
+def _handle_of(node: onnx.NodeProto) -> onnx.AttributeProto:
+    found: onnx.AttributeProto = next(each for each in node.attribute if each.name == "handle")
+    return found
+
+
+def _joined_node(nodes: Sequence[FusedNode], handle: int) -> FusedNode:
+    """Return the node of a joined kernel: the inputs and the outputs of some nodes, one after another."""
+    node = onnx.NodeProto()
+    node.CopyFrom(nodes[0].node)
+    del node.input[:], node.output[:]
+    node.input.extend(name for each in nodes for name in each.node.input)
+    node.output.extend(name for each in nodes for name in each.node.output)
+    _handle_of(node).i = handle
+    node.name = re.sub(r"^kernel \d+", f"kernel {handle}", node.name)
+    if len(nodes) > 1:
+        node.name += f", {len(nodes)} times"
+    width = len(nodes[0].node.input)
+    plain = frozenset(slot + i * width for i, each in enumerate(nodes) for slot in each.plain)
+    return FusedNode(node, tuple(at for each in nodes for at in each.members), plain, len(nodes))
+
+
+class _Joining:
+    """Mutable state of the algorithm: which nodes run at each place, and the live bytes there.
+
+    Of these the first row counts small values, the second all others.
+    """
+
+    def __init__(self, ordered: OrderedStep, found: Fusion, small: int, more: int) -> None:
+        self.ordered, self.order, self.kernels = ordered, found.order, found.kernels
+        self.final, count = ordered.uses.kept, len(found.order)
+        self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, self._reads(i)))) for i in range(count)]
+        self.writes = [self._writes(i) for i in range(count)]
+        self.at = list(range(count))
+        self.here: list[tuple[int, ...]] = [(i,) for i in range(count)]
+        self.maker = {name: i for i, names in enumerate(self.writes) for name in names if name not in ordered.root}
+        self.readers: defaultdict[str, list[int]] = defaultdict(list)
+        for i, names in enumerate(self.reads):
+            for name in names:
+                self.readers[name].append(i)
+        self.renewer = {name: self.maker[made] for made, name in ordered.renewed.items() if made in self.maker}
+        self.renews = [[ordered.renewed[name] for name in names if name in ordered.renewed] for names in self.writes]
+        self.size = {name: ordered.counted[name] for name in self.maker if ordered.counted.get(name)}
+        self.row = {name: int(nbytes >= small) for name, nbytes in self.size.items()}
+        self.live_bytes = np.zeros((2, count), np.int64)
+        for name in self.size:
+            self._add(name, 1)
+        self.saved = np.zeros((2, count), np.int64)
+        self._update_savings(range(count))
+        self.peak = self.live_bytes.max(axis=1, initial=0) + np.array([more, 0])
+
+    def _reads(self, i: int) -> Iterable[str]:
+        each = self.order[i]
+        return each.node.input if isinstance(each, FusedNode) else self.ordered.steps[each].reads
+
+    def _writes(self, i: int) -> tuple[str, ...]:
+        each = self.order[i]
+        return tuple(each.node.output) if isinstance(each, FusedNode) else self.ordered.steps[each].writes
+
+    # ---- liveness ----
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """Return the first and the last place at which a value is live."""
+        start = self.at[self.maker[name]]
+        if name in self.final:
+            return start, len(self.at) - 1
+        return start, max((self.at[i] for i in self.readers[name]), default=start)
+
+    def _add(self, name: str, sign: int) -> None:
+        """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
+        start, end = self._span(name)
+        self.live_bytes[self.row[name], start : end + 1] += sign * self.size[name]
+
+    def _update_savings(self, places: Iterable[int]) -> None:
+        """Update, at some places, the bytes of outputs that overwrite inputs which die there."""
+        for place in places:
+            saved = [0, 0]
+            for made in self._in_place(place):
+                saved[self.row[made]] += self.size[made]
+            self.live_bytes[:, place] += self.saved[:, place] - saved
+            self.saved[:, place] = saved
+
+    def _in_place(self, place: int) -> Iterator[str]:
+        """Yield the outputs at a place that overwrite inputs."""
+        for i in self.here[place]:
+            others = {name for j in self.here[place] if j != i for name in self.reads[j]}
+            dying = [
+                name for name in self.reads[i]
+                if name in self.size and name not in self.final and name not in others and self._span(name)[1] == place
+            ]  # fmt: skip
+            for made in self.writes[i] if dying else ():
+                over = next((name for name in dying if made in self.size and self._may_overwrite(i, made, name)), None)
+                if over is not None:
+                    dying.remove(over)
+                    yield made
+
+    def _may_overwrite(self, i: int, made: str, read: str) -> bool:
+        each, tensors = self.order[i], self.ordered.tensors
+        if not isinstance(each, FusedNode):
+            return self.ordered.overwrites(each, made, read)
+        new, old = tensors[made], tensors[read]
+        alike = (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape))
+        return alike and each.plain.issuperset(slot for slot, name in enumerate(each.node.input) if name == read)
+
+    # ---- joins ----
+
+    def join(self) -> None:
+        """Join the kernels of each text."""
+        by_text: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for i, each in enumerate(self.order):
+            if isinstance(each, FusedNode):
+                kernel = self._kernel(i)
+                by_text[kernel.text, kernel.grain].append(i)
+        for alike in sorted(by_text.values(), key=lambda alike: -sum(self._kernel(i).size for i in alike)):
+            found: list[list[int]] = []
+            for i in reversed(alike):
+                near = found[: -MOST_TRIED - 1 : -1]
+                taken = next((together for together in near if self._join(together, i)), None)
+                if taken is None:
+                    found.append([i])
+                else:
+                    taken.append(i)
+
+    def _kernel(self, i: int) -> Kernel:
+        each = self.order[i]
+        assert isinstance(each, FusedNode)
+        return self.kernels[_handle_of(each.node).i]
+
+    def _join(self, together: Sequence[int], i: int) -> bool:
+        """Let a node run at one place with some others, if possible; return whether it does."""
+        kernels = [self._kernel(each) for each in (*together, i)]
+        if not segments.can_join(kernels):
+            return False
+        after, before = self._between([*together, i])
+        return any(
+            after < place < before and self._try_place(moved, place)
+            for place, moved in ((self.at[together[0]], [i]), (self.at[i], together))
+        )
+
+    def _between(self, nodes: Iterable[int]) -> tuple[int, int]:
+        """Return the two places that nodes must lie strictly between to run at one place."""
+        after, before = [-1], [len(self.at)]
+        for i in nodes:
+            after += [self.at[self.maker[name]] for name in self.reads[i] if name in self.maker]
+            before += [self.at[each] for name in self.writes[i] for each in self.readers[name]]
+            # The new value overwrites the old one: no node may read that afterwards, nor at the same time.
+            before += [self.at[self.renewer[n]] for n in self.reads[i] if self.renewer.get(n, i) != i]
+            after += [self.at[each] for name in self.renews[i] for each in self.readers[name] if each != i]
+        return max(after), min(before)
+
+    def _try_place(self, nodes: Collection[int], place: int) -> bool:
+        """Place nodes; undo that and return False if more bytes are live then."""
+        live_bytes, saved, old = self.live_bytes.copy(), self.saved.copy(), self.at[next(iter(nodes))]
+        names = {name for i in nodes for name in (*self.reads[i], *self.writes[i]) if name in self.size}
+        here = self.here[place]
+        touched = {old, place, *(self._span(name)[1] for name in names)}
+        for name in names:
+            self._add(name, -1)
+        self._move(nodes, old, place, tuple(sorted((*here, *nodes))), ())
+        for name in names:
+            self._add(name, 1)
+        self._update_savings(touched | {self._span(name)[1] for name in names})
+        if (self.live_bytes.max(axis=1) <= self.peak).all():
+            return True
+        self.live_bytes, self.saved = live_bytes, saved
+        self._move(nodes, place, old, tuple(sorted(nodes)), here)
+        return False
+
+    def _move(self, nodes: Iterable[int], old: int, new: int, there: tuple[int, ...], left: tuple[int, ...]) -> None:
+        """Move nodes from one place to another; say which nodes are there and are left at the old place then."""
+        for i in nodes:
+            self.at[i] = new
+        self.here[new], self.here[old] = there, left
