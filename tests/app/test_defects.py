@@ -188,7 +188,7 @@ def test_a_rounding_that_is_lost_is_kept_lost_or_named():
         ]
 
     model = there_and_back(8, [1024, 1024], layer, {})
-    done = rewrite(model, "--effort", "1", budget="75%")
+    done = rewrite(model, "--effort", "0.3", budget="75%")
     written = accepted(done)
     assert any("__remat" in node.name for node in written.graph.node)
     assert unchanged(model, written, feeds_for(model)) or "rounding" in done.stdout

@@ -127,7 +127,7 @@ def test_channels_last_convolutions_run_without_transposing_activations_between(
 
 def test_a_converted_step_is_rewritten_and_equal() -> None:
     model = zoo.classifier(zoo.MLP((32, 32, 32, 32, 4)), (256, 32), 4).export()
-    result = rewrite_model(model, "75%", effort=1.0, run_by="session")
+    result = rewrite_model(model, "75%", effort=0.3, run_by="session")
     assert result.report.after.total <= result.report.budget
     feeds = feeds_for(model)
     assert same_bits(run_model(model, feeds), run_model(result.model, feeds))

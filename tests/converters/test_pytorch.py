@@ -179,7 +179,7 @@ def test_the_step_can_be_rewritten_to_a_budget(tmp_path):
     model = nn.Sequential(*layers)
     step = export_training_step(model, (x, x), F.mse_loss, torch.optim.SGD(model.parameters(), 0.1))
     onnx.save(step, tmp_path / "step.onnx")
-    report = rewrite_model(tmp_path / "step.onnx", "70%", effort=3, run_by="session").report
+    report = rewrite_model(tmp_path / "step.onnx", "70%", effort=0.5, run_by="session").report
     assert report.after.total <= report.budget
 
 

@@ -32,7 +32,7 @@ def rewrites(page: Path) -> list[str]:
     return found if named(page) in ("sources/onnx", "sources/jax") else []
 
 
-SLOW = ("index", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
+SLOW = ("index", "sources/onnx", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
 WITH_CODE = [
     pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
     for page in PAGES

@@ -30,7 +30,7 @@ pytest.importorskip("onnxruntime")
 def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("check") / "small.onnx"
     model = mlp(layers=12, batch=2048, width=32, dims="batch")
-    onnx_remat.rewrite_model(model, "40%", effort=1.0, run_by="session", dims={"batch": 2048}).save(path)
+    onnx_remat.rewrite_model(model, "40%", effort=0.3, run_by="session", dims={"batch": 2048}).save(path)
     return path
 
 
@@ -156,7 +156,7 @@ def test_a_file_planned_for_another_provider_is_checked_as_that(tmp_path, monkey
     asked: list[Options] = []
     monkeypatch.setattr("onnx_remat.findings.check._can_run", lambda options: bool(asked.append(options)))
     path = tmp_path / "cuda.onnx"
-    onnx_remat.rewrite_model(mlp(), "90%", provider="cuda", run_by="session", effort=1).save(path)
+    onnx_remat.rewrite_model(mlp(), "90%", provider="cuda", run_by="session", effort=0.3).save(path)
     check(path)
     check(path, provider="cpu")
     assert [options.provider for options in asked] == ["cuda", "cpu"]
@@ -264,7 +264,7 @@ def test_a_loop_s_file_is_simulated_with_the_sizes_that_a_loop_gives(tmp_path):
     model.graph.node.insert(1, onnx.helper.make_node("ConstantOfShape", ["shape"], ["zeros"], name="zeros"))
     model.graph.node.insert(2, onnx.helper.make_node("Add", ["x", "zeros"], ["shifted"], name="shift"))
     next(node for node in model.graph.node if node.name == "mm0").input[0] = "shifted"
-    made = onnx_remat.rewrite_model(model, "90%", effort=1.0, dims={"batch": 2048})
+    made = onnx_remat.rewrite_model(model, "90%", effort=0.3, dims={"batch": 2048})
     made.save(tmp_path / "out.onnx")
     found = check(tmp_path / "out.onnx", run=False)
     assert found.peaks_by_level["all"] == made.report.peaks_by_level["all"]

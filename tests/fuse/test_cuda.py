@@ -80,7 +80,7 @@ def small_blocks(request, monkeypatch):
 @pytest.mark.parametrize("over", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_random_groups(request, over):
     """20,000 of them: ``pytest tests/fuse/test_cuda.py -k random --fuzz 20000``."""
-    count, fused = request.config.getoption("--fuzz") or 30, 0
+    count, fused = request.config.getoption("--fuzz") or 15, 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])
         model = test_groups.random_model(rng)
@@ -106,7 +106,7 @@ def test_random_rows(request, monkeypatch, over):
 
 @pytest.mark.usefixtures("small_blocks")
 def test_random_moves(request):
-    count, fused = request.config.getoption("--fuzz") or 30, 0
+    count, fused = request.config.getoption("--fuzz") or 15, 0
     for seed in range(count):
         model = test_moved.random_model(np.random.default_rng([seed, 63]))
         feeds = {name: array / 4 for name, array in test_rows.feeds_of(model, seed).items()}

@@ -284,7 +284,7 @@ def random_model(rng: np.random.Generator):
 
 def test_random_groups(request):
     """20,000 of them: ``pytest tests/fuse/test_groups.py -k random --fuzz 20000``."""
-    count = request.config.getoption("--fuzz") or 50
+    count = request.config.getoption("--fuzz") or 25
     fused = 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 36])

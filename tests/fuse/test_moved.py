@@ -238,7 +238,7 @@ def random_model(rng: np.random.Generator):
 
 def test_random_moves(request):
     """20,000 of them: ``pytest tests/fuse/test_moved.py -k random --fuzz 20000``."""
-    count, moved = request.config.getoption("--fuzz") or 60, 0
+    count, moved = request.config.getoption("--fuzz") or 40, 0
     for seed in range(count):
         model = random_model(np.random.default_rng([seed, 63]))
         feeds = {name: array / 4 for name, array in test_rows.feeds_of(model, seed).items()}

@@ -182,7 +182,7 @@ def chained(rng: np.random.Generator):
 
 
 def test_random_steps(request):
-    count, again = max((request.config.getoption("--fuzz") or 0) // 20, 20), 0
+    count, again = max((request.config.getoption("--fuzz") or 0) // 20, 10), 0
     for seed in range(count):
         model = chained(np.random.default_rng([seed, 62]))
         ordered = ordered_step(model)

@@ -25,7 +25,7 @@ ONCE_WRONG = (
 )  # fmt: skip
 """Half precision where a kernel has none, and a convolution whose channels do not fill a block."""
 
-_EVERY = 120
+_EVERY = 300
 
 HOLD = (
     "is not a tensor of numbers", "is a sequence, whose size", "is a optional, whose size", "is a map, whose size",
@@ -66,7 +66,7 @@ def test_some_of_them():
             counted += not isinstance(answer, str)
             found += unexpected(name, answer) if not isinstance(answer, str) else []
     assert not found, "\n".join(found)
-    assert counted >= 12
+    assert counted >= 6
 
 
 @pytest.mark.slow
@@ -107,6 +107,7 @@ def dies(job):
     return job
 
 
+@pytest.mark.slow  # as are the tests that need it
 def test_jobs_that_crash_or_hang_take_no_other_with_them():
     found = dict(survivors.answers(dies, ["ends", "a", "hangs", "b"], processes=1, seconds=1))
     assert found == {

@@ -57,7 +57,7 @@ def test_same_results(passed_on: onnx.ModelProto, up: bool) -> None:
 
 def test_default_options_take_no_more_than_the_plan(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
-    result = onnx_remat.rewrite_model(chain(24, 1024, 256), "60%", run_by="session", effort=1.0)
+    result = onnx_remat.rewrite_model(chain(24, 1024, 256), "60%", run_by="session", effort=0.3)
     plain, body = tmp_path / "plain.onnx", tmp_path / "body.onnx"
     result.save(plain)
     onnx.save(into_body(result.model), body)
@@ -68,10 +68,10 @@ def test_default_options_take_no_more_than_the_plan(tmp_path) -> None:
 def test_the_file_is_read_as_the_step_it_is(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     graph = chain(12, 64, 32)
-    result = onnx_remat.rewrite_model(graph, "70%", run_by="session", effort=1.0, patterns=False)
+    result = onnx_remat.rewrite_model(graph, "70%", run_by="session", effort=0.3, patterns=False)
     assert is_body(result.model)
     result.save(path := tmp_path / "body.onnx")
-    again = onnx_remat.rewrite_model(path, "100%", run_by="session", effort=1.0)
+    again = onnx_remat.rewrite_model(path, "100%", run_by="session", effort=0.3)
     assert again.report.before.total == result.report.after.total
     with onnx_remat.Session(path) as session:
         feeds = {a.name: np.full(a.shape, 0.1, a.dtype_name) for a in session.inputs}

@@ -153,7 +153,7 @@ def cached(tmp_path):
 
 def test_a_step_in_the_cache_of_hugging_face_is_rewritten_and_opened(cached, tmp_path):
     pytest.importorskip("onnxruntime")
-    made = onnx_remat.rewrite_model(cached, "80%", run_by="session", effort=1, verify="none")
+    made = onnx_remat.rewrite_model(cached, "80%", run_by="session", effort=0.3, verify="none")
     made.save(tmp_path / "out.onnx")
     assert names_in(tmp_path) == ["blobs", "model.onnx_data", "out.onnx", "snapshots"]
     assert onnx_remat.Session(cached, fuse=False).slab_bytes
@@ -341,7 +341,7 @@ def test_a_rewritten_model_saves_with_its_data(home):
     del model.graph.input[:]
     model.graph.input.extend(inputs)
     model.graph.initializer.append(weight)
-    result = onnx_remat.rewrite_model(store(model, home / "here" / "m.onnx"), "75%", effort=1.0, run_by="session")
+    result = onnx_remat.rewrite_model(store(model, home / "here" / "m.onnx"), "75%", effort=0.3, run_by="session")
     target = home / "there" / "out.onnx"
     result.save(target)
     assert (home / "there" / "w.bin").read_bytes() == WEIGHT.tobytes()
@@ -460,6 +460,6 @@ def test_a_step_with_data_is_rewritten_where_nothing_can_be_linked(tmp_path, mon
     onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
     monkeypatch.setattr(external_data.os, "link", _refuse)
     monkeypatch.setattr(os, "symlink", _refuse)
-    made = onnx_remat.rewrite_model(path, "80%", run_by="session", effort=1)
+    made = onnx_remat.rewrite_model(path, "80%", run_by="session", effort=0.3)
     made.save(tmp_path / "out.onnx")
     assert made.report.recomputed and onnx_remat.Session(tmp_path / "out.onnx").slab_bytes

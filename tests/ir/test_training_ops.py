@@ -252,7 +252,7 @@ print(json.dumps(losses))
 def test_module_and_optimizer_take_the_rewritten_file(tmp_path: Path) -> None:
     folder = artifacts("cnn", tmp_path)
     rewrite_model(
-        folder / "training_model.onnx", "65%", dims=DIMS["cnn"], verify="none", effort=1.0, run_by="session"
+        folder / "training_model.onnx", "65%", dims=DIMS["cnn"], verify="none", effort=0.3, run_by="session"
     ).save(tmp_path / "small.onnx")
     batch = json.dumps([("float", [64, 3, 32, 32]), ("int", [64])])
     first, second = (
@@ -268,7 +268,7 @@ def test_the_benchmark_trains_there(name: str, dims: dict[str, int], tmp_path: P
     folder = artifacts(name, tmp_path)
     found = bench.benchmark(
         folder / "training_model.onnx", "65%", steps=5, state=str(folder / "checkpoint"), python=PYTHON,
-        dims=dims, effort=3.0, costs="cpu",
+        dims=dims, effort=0.5, costs="cpu",
     )  # fmt: skip
     assert found.exact and found.loss_distance < 1e-5 and found.rewritten.losses[-1] < found.rewritten.losses[0]
     assert found.rewritten.measured_peak <= found.budget * 1.01 + processes.RESOLUTION

@@ -72,7 +72,7 @@ def test_a_plan_for_few_layers_serves_all(share):
     assert min(abs(simulate(problem, plan).peak / peak - share) for plan in found) < 0.03
 
 
-@pytest.mark.parametrize("share", [0.6, 0.4])
+@pytest.mark.parametrize("share", [pytest.param(0.6, marks=pytest.mark.slow), 0.4])
 def test_the_search_is_no_worse_for_it(share, monkeypatch):
     problem, baseline = compiled(layers=300, batch=1024)
     budget = int(share * simulate(problem, baseline).peak)

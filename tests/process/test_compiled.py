@@ -116,6 +116,7 @@ for function in (direct, through):
 """
 
 
+@pytest.mark.slow
 def test_indices_are_checked_where_that_is_asked_for_and_nowhere_else(tmp_path: Path) -> None:
     """Whatever is in the cache: either kind of code is found there the second time, and never the other."""
     (tmp_path / "module.py").write_text(MODULE)

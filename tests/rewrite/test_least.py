@@ -91,6 +91,7 @@ def test_a_limit_that_is_too_short_for_a_trial_is_refused():
     assert found < 1000 and all(seconds > 2.0 for _, _, seconds in attempts)
 
 
+@pytest.mark.slow
 def test_a_step_takes_at_most_so_much_more_time():
     pytest.importorskip("onnxruntime")
     model = mlp(layers=24, batch=4096, width=64)
@@ -122,6 +123,7 @@ def test_the_file_says_the_budget_that_the_report_says():
     result = rewrite_model(chain(16, 1024, 64), "auto", effort=0.05, verify="none")
     notes = {prop.key: prop.value for prop in result.model.metadata_props}
     assert notes[BUDGET_KEY] == str(result.report.budget)
+    assert result.report.extra_time() <= 0.1 and result.report.budget < result.report.loop_before.total
 
 
 def test_the_command_takes_it(tmp_path, capsys):
@@ -130,7 +132,7 @@ def test_the_command_takes_it(tmp_path, capsys):
 
     path = tmp_path / "in.onnx"
     onnx.save(mlp(layers=6, batch=2048, width=32), path)
-    assert main([str(path), "--budget", "auto", "--dry-run", "--effort", "1"]) == 0
+    assert main([str(path), "--budget", "auto", "--dry-run", "--effort", "0.3"]) == 0
     assert " -> " in capsys.readouterr().out
     assert main([str(path), "--budget", "+0%", "--dry-run"]) == 2
     assert "must be greater than zero" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def step():
 def planned(step, tmp_path_factory):
     home = tmp_path_factory.mktemp("planned")
     onnx.save(step, home / "in.onnx")
-    flags = ["--budget", "80%", "--dim", f"batch={PLANNED}", "--effort", "1", "-q"]
+    flags = ["--budget", "80%", "--dim", f"batch={PLANNED}", "--effort", "0.3", "-q"]
     assert main([str(home / "in.onnx"), str(home / "out.onnx"), *flags]) == 0
     return home / "out.onnx"
 

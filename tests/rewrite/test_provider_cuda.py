@@ -201,7 +201,7 @@ def test_versions_at_whose_edges_the_host_would_wait_are_named(monkeypatch, prov
 
 def test_a_plan_for_a_device_keeps_its_budget_and_says_what_it_rests_on():
     model = mlp(layers=8, batch=512, width=32)
-    result = rewrite_model(model, "70%", provider="cuda", time_limit=5)
+    result = rewrite_model(model, "70%", provider="cuda", effort=0.5)
     assert result.report.loop_after.kernels and result.report.loop_after.total <= result.report.budget
     assert result.report.notes[0].startswith("there is no CUDA device here")
     assert result.compiled.kernels.name == result.executed.compiled.kernels.name == "cuda"

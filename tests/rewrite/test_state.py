@@ -96,7 +96,7 @@ def test_the_command_names_state(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(foreign(), "in.onnx")
     flags = [flag for name, output in STATE.items() for flag in ("--state", f"{name}={output}")]
-    assert main(["in.onnx", "out.onnx", "--budget", "70%", "--effort", "1", "--json", "report.json", *flags]) == 0
+    assert main(["in.onnx", "out.onnx", "--budget", "70%", "--effort", "0.3", "--json", "report.json", *flags]) == 0
     assert "new.w3" in [value.name for value in onnx.load("out.onnx").graph.output]
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["loop_after"]["donated"] == LAYERS

@@ -40,7 +40,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, onnx_remat.Rep
     """A step rewritten to 60 % of what training with it takes of a device."""
     path = tmp_path_factory.mktemp("step") / "small.onnx"
     model = mlp(layers=12, batch=8192, width=64)
-    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0)
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=0.3)
     result.save(path)
     return path, result.report
 
@@ -118,8 +118,8 @@ def test_a_step_that_reads_an_input_in_host_memory_is_not_captured(tmp_path):
 @needs_device
 def test_a_file_is_run_with_fused_kernels_and_takes_what_was_predicted(tmp_path):
     path, model = tmp_path / "small.onnx", mlp(layers=12, batch=8192, width=64)
-    plain = onnx_remat.rewrite_model(model, "60%", provider="cuda", fuse=False, effort=1.0).report
-    result = onnx_remat.rewrite_model(model, plain.budget, provider="cuda", effort=1.0)
+    plain = onnx_remat.rewrite_model(model, "60%", provider="cuda", fuse=False, effort=0.3).report
+    result = onnx_remat.rewrite_model(model, plain.budget, provider="cuda", effort=0.3)
     result.save(path)
     before, predicted = result.report.loop_before, result.report.loop_after.total
     assert before.kernels and before.total <= plain.loop_before.total and before.seconds < plain.loop_before.seconds
@@ -309,7 +309,7 @@ def test_a_step_of_any_batch_waits_no_more_and_is_captured_as_well(tmp_path):
     """Sizes are known when it is opened: no node that computes with them is left on the host."""
     path = tmp_path / "free.onnx"
     model = mlp(layers=12, width=64, dims="batch")
-    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=1.0, dims={"batch": 8192})
+    result = onnx_remat.rewrite_model(model, "60%", provider="cuda", run_by="loop", effort=0.3, dims={"batch": 8192})
     result.save(path)
     job = {"path": str(path), "limits": [0, result.report.loop_after.total], "dims": {"batch": 8192}}
     for graph, most in ((False, 3), (True, 1)):
@@ -378,7 +378,7 @@ def test_an_original_is_opened_as_well(tmp_path):
 )
 def test_the_arena_of_a_stock_session_is_predicted(strategy, row, step, tmp_path):
     """What the report says of an arena is what it takes on the device."""
-    result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=1.0)
+    result = onnx_remat.rewrite_model(mlp(layers=12, batch=2048, width=32), "60%", provider="cuda", effort=0.3)
     result.save(tmp_path / "small.onnx")
     took = run.run_step(tmp_path / "small.onnx", "ORT_ENABLE_ALL", {"arena_extend_strategy": strategy}).held
     inputs = result.report.after.inputs if row == "limit" else 0
@@ -430,7 +430,7 @@ def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
     """It runs within what was predicted; the host waits once more for each value that comes back."""
     path = tmp_path / "moved.onnx"
     model = mlp(layers=12, batch=8192, width=256)
-    options = {"provider": "cuda", "run_by": "loop", "effort": 1.0, "costs": "t4"}
+    options = {"provider": "cuda", "run_by": "loop", "effort": 0.3, "costs": "t4"}
     result = onnx_remat.rewrite_model(model, "50%", offload=True, host_bandwidth="100TB", **options)
     result.save(path)
     copies = len(result.report.moved.values)

@@ -40,7 +40,7 @@ def step():
 def steps(tmp_path_factory):
     """A folder with a step as it was (before.onnx), rewritten (after.onnx), its values, and the page's list."""
     folder, model = tmp_path_factory.mktemp("steps"), step()
-    made = rewrite_model(model, "40%", run_by="session", effort=1)
+    made = rewrite_model(model, "40%", run_by="session", effort=0.3)
     onnx.save(model, folder / "before.onnx")
     onnx.save(made.model, folder / "after.onnx")
     places.write_state(folder / "state.safetensors", feeds_for(model))

@@ -99,7 +99,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, onnx_rem
     """A step, and what a rewrite to 40 % makes of it."""
     folder = tmp_path_factory.mktemp("pair")
     model = mlp(layers=12, batch=2048, width=32)
-    result = onnx_remat.rewrite_model(model, "40%", effort=1.0, run_by="session")
+    result = onnx_remat.rewrite_model(model, "40%", effort=0.3, run_by="session")
     result.save(folder / "small.onnx")
     return saved(model, folder, "original.onnx"), folder / "small.onnx", result.report
 

@@ -54,7 +54,7 @@ def half_mlp(layers: int, batch: int, width: int) -> onnx.ModelProto:
 @pytest.mark.parametrize("selector, budget", [("auto", "65%"), ("revolve", "80%")])
 def test_a_step_in_half_precision_keeps_its_bits(selector: str, budget: str) -> None:
     model = half_mlp(8, 512, 32)
-    result = rewrite_model(model, budget, run_by="session", selector=selector, effort=1)
+    result = rewrite_model(model, budget, run_by="session", selector=selector, effort=0.3)
     assert result.report.control_edges and not [note for note in result.report.notes if "rounding" in note]
     feeds = feeds_for(model)
     assert same_bits(run_model(model, feeds), run_model(result.model, feeds))

@@ -679,7 +679,7 @@ def noisy(layers: int = 6) -> onnx.ModelProto:
 
 def test_a_step_without_inputs_is_refused_in_a_line():
     with pytest.raises(ModelError, match="the model has no input, from whose size an order is pinned"):
-        rewrite_model(noisy(), "60%", run_by="session", effort=1)
+        rewrite_model(noisy(), "60%", run_by="session", effort=0.3)
 
 
 def in_old_form(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -694,7 +694,7 @@ def in_old_form(model: onnx.ModelProto) -> onnx.ModelProto:
 @pytest.mark.parametrize("run_by", ["session", "loop"])
 def test_a_step_in_the_oldest_ir_version_is_rewritten(run_by):
     model = in_old_form(mlp(layers=6, batch=4096, width=32))
-    made = rewrite_model(model, "80%", run_by=run_by, effort=1)
+    made = rewrite_model(model, "80%", run_by=run_by, effort=0.3)
     assert made.report.recomputed
     onnx.checker.check_model(made.model)
     feeds = feeds_for(model)
@@ -714,7 +714,7 @@ def in_bfloat16(layers: int = 6) -> onnx.ModelProto:
 
 
 def test_a_step_whose_inputs_are_all_of_bfloat16_is_rewritten():
-    made = rewrite_model(in_bfloat16(), "70%", run_by="session", effort=1)
+    made = rewrite_model(in_bfloat16(), "70%", run_by="session", effort=0.3)
     assert made.report.recomputed and made.report.control_edges
     (size,) = (node for node in made.model.graph.node if node.op_type == "Size")
     (cast,) = (node for node in made.model.graph.node if node.output[0] == size.input[0])
