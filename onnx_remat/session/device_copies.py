@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from onnx_remat.errors import ModelError
@@ -45,11 +44,12 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
                 f"the host has no {format_bytes(pinned)} of memory for what is moved there: plan with a larger budget"
             )
         shim.give(secret, host.value or 0, _address(cuda.cudaFreeHost))
+        streams = {kind: _stream(cuda, secret) for kind in (shim.OUT, shim.IN)}
         done: dict[int, int] = {}
         for number, copy in enumerate(copies):
             issued = stream = 0
             if copy["kind"] != shim.WAIT:
-                issued, stream = _event(cuda, secret), _stream(copy["kind"])
+                issued, stream = _event(cuda, secret), streams[copy["kind"]]
                 done[copy["event"]] = _event(cuda, secret)
             place = (state if copy["state"] else host.value or 0) + copy["offset"]
             ends = stream, issued, done[copy["event"]]
@@ -63,13 +63,11 @@ def _event(cuda: Any, secret: int) -> int:
     return made.value or 0
 
 
-@cache
-def _stream(kind: int) -> int:
-    """Return the stream of one direction, which stays as long as the process."""
-    made = ctypes.c_void_p()
-    with runtime() as cuda:
-        how = ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0)
-        check(cuda.cudaStreamCreateWithPriority(ctypes.byref(made), *how), "make a stream for copies")
+def _stream(cuda: Any, secret: int) -> int:
+    """Return a stream of this session's own: another may capture a graph at the same time."""
+    made, how = ctypes.c_void_p(), (ctypes.c_uint(_NON_BLOCKING), ctypes.c_int(0))
+    check(cuda.cudaStreamCreateWithPriority(ctypes.byref(made), *how), "make a stream for copies")
+    shim.give(secret, made.value or 0, _address(cuda.cudaStreamDestroy))
     return made.value or 0
 
 
