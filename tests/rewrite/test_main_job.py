@@ -299,8 +299,8 @@ def test_a_budget_below_the_bound_is_refused_at_once_and_said_to_be_proved():
         assert f"below {format_bytes(least)} (" in str(caught.value)
         advised = int(re.search(r"try budget=(\d+) ", str(caught.value)).group(1))
         assert least <= advised and caught.value.best_peak_bytes <= advised
-        onnx_remat.rewrite_model(model, advised, selector=selector, effort=0.3)
-        assert onnx_remat.plan_model(model, advised, selector=selector, effort=0.3).timeline.peak <= advised
+        onnx_remat.rewrite_model(model, advised, selector=selector, effort=1)
+        assert onnx_remat.plan_model(model, advised, selector=selector, effort=1).timeline.peak <= advised
         with pytest.raises(BudgetInfeasibleError, match="proved"):
             onnx_remat.plan_model(model, least - 2, selector=selector, effort=600)
         try:

@@ -427,16 +427,30 @@ def step_file(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @needs_device
 def test_values_are_moved_to_the_host_and_take_nothing_of_the_device(tmp_path):
-    """It runs within what was predicted; the host waits once more for each value that comes back."""
+    """It runs within what was predicted, and the host waits for no copy; a graph holds the copies like other nodes."""
     path = tmp_path / "moved.onnx"
     model = mlp(layers=12, batch=8192, width=256)
     options = {"provider": "cuda", "run_by": "loop", "effort": 0.3, "costs": "t4"}
     result = onnx_remat.rewrite_model(model, "50%", offload=True, host_bandwidth="100TB", **options)
     result.save(path)
-    copies = len(result.report.moved.values)
+    assert result.report.moved is not None
     (found,) = trained(path, result.report.loop_after.total)
     assert all(made["peak"] <= result.report.loop_after.total for made in found["steps"])
-    assert [made["waits"] <= 3 + copies for made in found["steps"]] == [True] * len(found["steps"])
+    assert all(made["waits"] <= 3 for made in found["steps"])
     (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(path), "limits": [0], "graph": True})
-    assert found["error"] == "cuda_graph: values are moved to the host and back, which a graph cannot contain"
-    assert [made["replays"] for made in asked(path, loop=True)["steps"]] == [0] * 3
+    assert [made["replays"] for made in found["steps"]] == [1] * 3
+    assert [made["replays"] for made in asked(path, loop=True)["steps"]] == [1] * 3
+
+
+@pytest.mark.slow
+def test_values_that_move_on_the_stream_of_the_kernels_are_in_no_graph(tmp_path):
+    """Without kernels of ours, ONNX Runtime copies, and the host waits."""
+    path = tmp_path / "moved.onnx"
+    options = {"provider": "cuda", "run_by": "loop", "effort": 0.3, "costs": "t4", "fuse": False}
+    model = mlp(layers=12, batch=8192, width=256)
+    result = onnx_remat.rewrite_model(model, "50%", offload=True, host_bandwidth="100TB", **options)
+    result.save(path)
+    assert result.report.moved is not None
+    job = {"path": str(path), "limits": [0], "graph": True, "fuse": False}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert "values are moved to the host on the kernels' stream" in found["error"]
