@@ -171,7 +171,7 @@ def test_a_rank_keeps_its_budget(zero, tmp_path):
     wide = adam(layers=6, batch=2048, width=512, counted=2048)
     onnx.save(wide, tmp_path / "train.onnx")
     apart, _ = shared_batches(3, 2, 2048, 512)
-    options = {"zero": zero, "budget": "85%", "effort": 0.5}
+    options = {"zero": zero, "budget": "85%", "effort": 2}
     job = {"model": str(tmp_path / "train.onnx"), "steps": 3, "options": options, "warm": str(one_node(tmp_path))}
     ranks = launch(tmp_path / "job", 2, job, first_state(wide), apart)
     for rank in ranks:

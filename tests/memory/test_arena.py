@@ -273,7 +273,7 @@ def test_reserves_count_weights_and_inputs() -> None:
 @pytest.mark.slow
 def test_a_budget_that_covers_the_arena() -> None:
     path = SAMPLES / "attention_stack.onnx"
-    plain, covered = (rewrite_model(path, "70%", effort=0.3, verify=how, arena=how == "run",
+    plain, covered = (rewrite_model(path, "70%", effort=1.0, verify=how, arena=how == "run",
                                     run_by="session").report
                       for how in ("none", "run"))  # fmt: skip
     assert covered.measured is not None

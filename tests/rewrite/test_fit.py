@@ -120,7 +120,7 @@ def test_a_plan_for_what_files_take_is_better(with_corrections, monkeypatch):
 @pytest.mark.slow
 def test_files_that_miss_the_budget_by_little_again_and_again_lead_to_no_dear_plan():
     """Five targets, each lower by a per mille, gave files that took 0.1 MB too much; the plan left cost 107 %."""
-    found = onnx_remat.rewrite_model(RESIDUAL, "70%", run_by="session", arena=True, effort=1, verify="none").report
+    found = onnx_remat.rewrite_model(RESIDUAL, "70%", run_by="session", arena=True, effort=3, verify="none").report
     assert found.extra_compute < 0.1
 
 

@@ -32,7 +32,7 @@ def test_a_rewritten_step_gives_the_losses_of_its_own_loop(name):
     made, rng = build(), np.random.default_rng(1)
     theirs = onnxsim.compile_training_loop(made.model(), "loss", made.trained, optimizer=optimizer)
     step, state = theirs.step_graph, theirs.initial_state
-    result = rewrite_model(step.model, "70%", state_outputs=step.state, effort=0.5)
+    result = rewrite_model(step.model, "70%", state_outputs=step.state, effort=3)
     report = result.report
     assert report.loop_after.donated == len(step.state) and report.recomputed > 0
     assert report.loop_after.total <= report.budget and report.extra_compute < 0.15
