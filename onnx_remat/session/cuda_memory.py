@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import ModelError
+from onnx_remat.units import format_bytes
 
 _UP, _DOWN, _WITHIN = 1, 2, 3  # cudaMemcpyKind
 _DEVICE = 0  # on which sessions run
@@ -80,13 +81,27 @@ class HostBlock:
     """
 
     def __init__(self, nbytes: int) -> None:
-        found = ctypes.c_void_p()
         with runtime() as cuda:
-            size = ctypes.c_size_t(max(nbytes, 1))
-            check(cuda.cudaHostAlloc(ctypes.byref(found), size, ctypes.c_uint(0)), f"use {nbytes} bytes of the host")
-            self.address = int(found.value or 0)
-            weakref.finalize(self, cuda.cudaFreeHost, found).atexit = False  # exiting frees it anyway
+            self.address = pinned(cuda, nbytes)
+            weakref.finalize(self, cuda.cudaFreeHost, ctypes.c_void_p(self.address)).atexit = False
         ctypes.memset(self.address, 0, nbytes)
+
+
+def pinned(cuda: Any, nbytes: int) -> int:
+    """Return the address of bytes of the host that a device can copy from, which ``cudaFreeHost`` frees.
+
+    Raises
+    ------
+    ModelError
+        The host has too little memory of this kind.
+    """
+    found = ctypes.c_void_p()
+    if cuda.cudaHostAlloc(ctypes.byref(found), ctypes.c_size_t(max(nbytes, 1)), ctypes.c_uint(0)):
+        cuda.cudaGetLastError()  # which later calls would report
+        raise ModelError(
+            f"the host has no {format_bytes(nbytes)} of memory for what is moved there: plan with a larger budget"
+        )
+    return int(found.value or 0)
 
 
 def write(address: int, array: npt.NDArray[Any]) -> None:

@@ -6,17 +6,15 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onnx_remat.errors import ModelError
 from onnx_remat.fuse import shim
-from onnx_remat.session.cuda_memory import check, runtime
-from onnx_remat.units import format_bytes
+from onnx_remat.session.cuda_memory import check, pinned, runtime
 
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default stream
 _NO_TIMING = 2  # cudaEventDisableTiming
 
 
-def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned: int, state: int = 0) -> None:
-    """Within `shim.offered`, let copies run: give them streams, events and `pinned` bytes of the host.
+def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], nbytes: int, state: int = 0) -> None:
+    """Within `shim.offered`, let copies run: give them streams, events and `nbytes` of the host.
 
     Parameters
     ----------
@@ -25,7 +23,7 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
         Handle of the first copy; those of the others follow.
     copies : sequence of mapping
         `copies.Copy.stated` of each.
-    pinned : int
+    nbytes : int
     state : int
         Address of the session's state on the host.
 
@@ -37,13 +35,8 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
     with runtime() as cuda:
         names = "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"
         functions = [_address(getattr(cuda, name)) for name in names]
-        host = ctypes.c_void_p()
-        if cuda.cudaHostAlloc(ctypes.byref(host), ctypes.c_size_t(max(pinned, 1)), ctypes.c_uint(0)):
-            cuda.cudaGetLastError()
-            raise ModelError(
-                f"the host has no {format_bytes(pinned)} of memory for what is moved there: plan with a larger budget"
-            )
-        shim.give(secret, host.value or 0, _address(cuda.cudaFreeHost))
+        host = pinned(cuda, nbytes)
+        shim.give(secret, host, _address(cuda.cudaFreeHost))
         streams = {kind: _stream(cuda, secret) for kind in (shim.OUT, shim.IN)}
         done: dict[int, int] = {}
         for number, copy in enumerate(copies):
@@ -51,7 +44,7 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], pinned:
             if copy["kind"] != shim.WAIT:
                 issued, stream = _event(cuda, secret), streams[copy["kind"]]
                 done[copy["event"]] = _event(cuda, secret)
-            place = (state if copy["state"] else host.value or 0) + copy["offset"]
+            place = (state if copy["state"] else host) + copy["offset"]
             ends = stream, issued, done[copy["event"]]
             shim.describe_copy(secret, first + number, [copy["kind"], place, copy["nbytes"], *ends, *functions])
 
