@@ -13,6 +13,7 @@ Ren et al.: ZeRO-Offload, USENIX ATC 2021, section 4 (there the update runs on t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -20,9 +21,10 @@ import onnx
 from onnx import helper
 
 from onnx_remat.ir.body import rename_values
-from onnx_remat.ir.graph import INPUT, Graph, Op
+from onnx_remat.ir.graph import INPUT, Op
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import renewals
+from onnx_remat.ir.phases import ancestors
 from onnx_remat.ir.shapes import TAG
 from onnx_remat.memory.problem import OPTIMIZER
 from onnx_remat.ort.compile import compile_problem
@@ -41,8 +43,8 @@ def movable_state(compiled: Compiled) -> dict[str, str]:
     inputs = [value.name for value in model.input if value.name not in stored]
     outputs = [value.name for value in model.output]
     pairs = renewals(inputs, outputs)
-    count = {name: list(pairs.values()).count(name) for name in pairs.values()}
-    needed = _ancestors(graph, [name for name in outputs if name not in pairs])
+    count = Counter(pairs.values())
+    needed = ancestors(graph, [name for name in outputs if name not in pairs])
     captured = {name for op in graph.ops for name in op.captured}
     found = {}
     for output, name in pairs.items():
@@ -59,18 +61,6 @@ def movable_state(compiled: Compiled) -> dict[str, str]:
             and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
         ):
             found[name] = output
-    return found
-
-
-def _ancestors(graph: Graph, names: Sequence[str]) -> set[int]:
-    """Return the ops that some values depend on."""
-    found: set[int] = set()
-    pending = list(names)
-    while pending:
-        number = graph.makers.get(pending.pop())
-        if number is not None and number not in found:
-            found.add(number)
-            pending += graph.ops[number].reads
     return found
 
 

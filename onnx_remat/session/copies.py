@@ -125,4 +125,13 @@ def kind_of(given: onnx.NodeProto) -> int | None:
     """Return the kind of a node that copies or waits, None for any other node."""
     if (given.op_type, given.domain) != (shim.COPY_OP, shim.DOMAIN):
         return None
-    return next(int(each.i) for each in given.attribute if each.name == "kind")
+    return _number(given, "kind")
+
+
+def handle_of(given: onnx.NodeProto) -> int:
+    """Return the handle of a node that copies or waits."""
+    return _number(given, "handle")
+
+
+def _number(given: onnx.NodeProto, name: str) -> int:
+    return next(int(each.i) for each in given.attribute if each.name == name)

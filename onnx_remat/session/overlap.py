@@ -6,12 +6,11 @@ ONNX Runtime runs `MemcpyToHost` and `MemcpyFromHost` on the stream of the kerne
     MemcpyFromHost   a copy to the device, some nodes ahead; a wait before its first reader
 
 A value lies in the slab until the wait for its copy to the host, and from its copy back on. So the more bytes may be
-live, the less of the copies' time the kernels wait for. Values leave as soon as their copy is predicted to be done, and
-come back as late as their copy can start without making a kernel wait; a place further away is not looked for. Where
-memory lacks, the kernels wait.
+live, the less of the copies' time the kernels wait for. The memory of a value is free where its copy is predicted to be
+done, and its copy back begins as late as no kernel has to wait for it. Where too little memory is free, kernels wait.
 
-A copy starts when the kernels' stream reaches its node, and a stream runs its copies in their order: the wait for a
-copy back comes after every wait that its memory needs, and after that for the copy to the host.
+A copy starts when the kernels' stream reaches its node, and a stream runs its copies in their order. A copy back comes
+after the wait for the copy to the host, and after the last reader of what lay in its memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from onnx_remat.ir.shapes import TAG, Tensor
 from onnx_remat.memory import layout
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
-from onnx_remat.session.copies import Copy, Stated, StateOnHost, kind_of, node
+from onnx_remat.session.copies import Copy, Stated, StateOnHost, handle_of, kind_of, node
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Offsets, Program
 from onnx_remat.session.slab_layout import SlabLayout
@@ -271,7 +270,6 @@ def timeline(made: SlabLayout, costs: str = "") -> Timeline:
     clock = {OUT: 0.0, IN: 0.0}
     done: dict[int, float] = {}
     now = copies = waited = 0.0
-    numbers = iter(_copies_in_order(made))
     for step, seconds in zip(made.program.steps, took, strict=True):
         kind = kind_of(step.node)
         if kind is None:
@@ -279,7 +277,7 @@ def timeline(made: SlabLayout, costs: str = "") -> Timeline:
             if step.node.op_type in (DOWN, UP) and stated is not None:
                 copies, waited = copies + seconds, waited + seconds
             continue
-        copy = next(numbers)
+        copy = made.copies[handle_of(step.node) - len(made.kernels)]
         if kind == WAIT:
             late = max(done[copy.event] - now, 0.0)
             now, waited = now + late, waited + late
@@ -290,10 +288,3 @@ def timeline(made: SlabLayout, costs: str = "") -> Timeline:
             done[copy.event] = clock[kind]
             copies += each
     return Timeline(now, copies, waited)
-
-
-def _copies_in_order(made: SlabLayout) -> list[Copy]:
-    """Return the copies of the nodes of `copies.OP`, in their order."""
-    first = len(made.kernels)
-    nodes = [step.node for step in made.program.steps if kind_of(step.node) is not None]
-    return [made.copies[next(a.i for a in each.attribute if a.name == "handle") - first] for each in nodes]

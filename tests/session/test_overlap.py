@@ -233,8 +233,7 @@ def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_pa
     assert found["donated"] == 12
 
 
-def test_a_hundredth_of_the_time_is_no_reason_to_plan_differently(moved):
-    """What is predicted for the file is what its plan is judged by."""
+def test_what_is_predicted_for_a_file_is_what_its_plan_was_judged_by(moved):
     footprint = moved.report.loop_after
     again = prediction.footprint(laid(moved.model), "t4")
     assert replace(again, in_use={}) == replace(footprint, in_use={})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
-from onnx_remat.session.copies import kind_of
+from onnx_remat.session.copies import handle_of, kind_of
 from onnx_remat.session.slab_layout import SlabLayout
 
 _OLD = -7  # number of a step's old state
@@ -44,8 +44,7 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
 
     for number, step in enumerate(program.steps, 1):
         kind = kind_of(step.node)
-        handle = next((a.i for a in step.node.attribute if a.name == "handle"), 0)
-        copy = made.copies[handle - len(made.kernels)] if kind is not None else None
+        copy = made.copies[handle_of(step.node) - len(made.kernels)] if kind is not None else None
         roots = {program.root.get(name, name) for name in step.reads}
         if copy is not None and kind == WAIT:
             finish(copy.event)
