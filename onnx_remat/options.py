@@ -312,6 +312,11 @@ class Options:
             must_load=self.verify != "none", fixed=self.run_by == "loop", checkpoints=self.checkpoints,
         )  # fmt: skip
 
+    @property
+    def copies(self) -> bool:
+        """May a file copy values to the host and back?"""
+        return self.offload or self.offload_state
+
     def link(self) -> Link:
         """Return the link to the host, of the device that `costs` names."""
         if self.host_bandwidth is not None:

@@ -62,6 +62,8 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
     options, deadline = work.options, work.deadline
     memory, link = goal.memory, replace(options.link(), waited=_HOPED if options.fuse else 1.0)
     assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
+    if not options.offload:
+        return _with_state_alone(goal, work, seconds_per_file, rival)
     compiled = memory.compiled
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
@@ -74,7 +76,7 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         start = compiled, _lowest(goal, error, options, deadline.sooner(seconds_per_file, _SHARE))
     before: tuple[set[str], Link, int] | None = None
     allowed = goal.allowed
-    for turn in range(_ROUNDS if options.offload else 0):
+    for turn in range(_ROUNDS):
         if turn and deadline.ends_within(seconds_per_file):
             break
         names = set(worth_moving(*start, link, at_any_price=best is None))
@@ -116,6 +118,17 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         assert refusal is not None
         raise refusal
     return min(found_or_given, key=Fitted.preference)
+
+
+def _with_state_alone(goal: Goal, work: Work, seconds_per_file: float, rival: Fitted | None) -> Fitted:
+    """As `fit_with_moves`, where no value is moved but state."""
+    try:
+        best = _overlapped(fit(goal, work, seconds_per_file), goal)
+    except BudgetInfeasibleError:
+        if rival is None:
+            raise
+        return rival
+    return best if rival is None else min(best, rival, key=Fitted.preference)
 
 
 def _waited(made: Fitted) -> float:

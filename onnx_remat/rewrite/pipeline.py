@@ -109,7 +109,7 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     parsed = parse_budget(budget)
     with first_use() as warmup:
         original = begin(model, options, warmup)
-        if original.options.offload or original.options.offload_state:
+        if original.options.copies:
             raise UsageError("offload: plans with moves are rewrite_model's")
         job = original.job(parsed, original.deadline)
         if original.keeps(job.goal.allowed):
@@ -200,10 +200,10 @@ def _work(job: Job) -> Work:
 
 
 def _tried(job: Job, warmup: FirstUse) -> Trial:
-    """Return what one plan's file takes; with `Options.offload`, a file with moves that keeps the budget."""
+    """Return what one plan's file takes; with `Options.copies`, a file with moves that keeps the budget."""
     original = job.original
     job.wait_for(warmup, PLANNER)
-    look = fit_once_with_moves if original.options.offload or original.options.offload_state else fit_once
+    look = fit_once_with_moves if original.options.copies else fit_once
     nbytes, made = look(job.goal, _work(job), original.seconds_per_file)
     before, after = original.footprint, made.footprint  # a plain session runs none of the kernels that these count
     slower = after.slower_than(before) if before and after else None
@@ -222,7 +222,7 @@ def _rewrite(
     work = _work(job)
 
     def within(goal: Goal, rival: Fitted | None = None) -> Fitted:
-        if options.offload or options.offload_state:
+        if options.copies:
             return fit_with_moves(goal, work, original.seconds_per_file, rival)
         return fit(goal, work, original.seconds_per_file, rival=rival)
 
