@@ -182,7 +182,9 @@ def test_an_own_step_that_fails_refuses_a_step_that_was_compared_before(kept, mo
         step()
 
 
-@pytest.mark.parametrize(("measured", "used"), [(12_000_000, 10_000_000), (17_000_000, 17_000_000)])
+@pytest.mark.parametrize(
+    ("measured", "used"), [(12_000_000, 10_000_000), pytest.param(17_000_000, 17_000_000, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("first", few([False, True], [False]), ids=["", "after a start without a budget"])
 def test_torchs_memory_is_measured_each_time_and_its_noise_changes_nothing(monkeypatch, measured, used, first):
     """Checkpointing of the model, for example, does not show in the graph."""

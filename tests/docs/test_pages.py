@@ -32,7 +32,8 @@ def rewrites(page: Path) -> list[str]:
     return found if named(page) in ("sources/onnx", "sources/jax") else []
 
 
-SLOW = ("index", "sources/onnx", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
+# The README trains the model of tests/converters/test_budgeted.py, of which 60 % are asked for there, too.
+SLOW = ("README", "index", "sources/onnx", "sources/pytorch", "sources/jax", "guides/python", "guides/distributed")
 WITH_CODE = [
     pytest.param(page, marks=pytest.mark.slow if named(page) in SLOW else (), id=named(page))
     for page in PAGES
