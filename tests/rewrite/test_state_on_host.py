@@ -73,6 +73,7 @@ def test_the_same_call_writes_the_same_file(rewritten):
     assert again.model.SerializeToString() == result.model.SerializeToString()
 
 
+@pytest.mark.slow
 def test_values_can_be_moved_as_well():
     model = adam(layers=8, batch=2048, width=WIDTH)
     result = rewrite_model(model, "45%", offload=True, offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
