@@ -160,8 +160,8 @@ def _overlapped(made: Fitted, goal: Goal) -> Fitted:
     stated.put(made.written.model)
     plain = moved(made.plan.compiled, made.plan.schedule)
     waited = best.waited / made.plan.compiled.problem.plain_cost()
-    extra = made.plan.extra_compute - (plain.share if plain else 0.0) + waited
-    return replace(made, plan=replace(made.plan, extra_compute=extra), footprint=best)
+    recomputed = max(made.plan.extra_compute - (plain.share if plain else 0.0), 0.0)  # not a rounding error below
+    return replace(made, plan=replace(made.plan, extra_compute=recomputed + waited), footprint=best)
 
 
 def _lowest(goal: Goal, error: BudgetInfeasibleError, options: Options, deadline: Deadline) -> Schedule:
