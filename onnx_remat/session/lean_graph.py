@@ -77,9 +77,9 @@ def without_control_edges(
 ) -> list[LeanNode]:
     """Return the nodes of a graph, in the order of `ops`, without those that only enforce the order.
 
-    An Unsqueeze by no axes returns its input unchanged, and so does a Concat with an empty vector (see
-    `write.barriers`): their readers read that input instead. Ops that compute such vectors are removed when they have
-    no reader left. Graph outputs stay.
+    An Unsqueeze by no axes returns its input unchanged, and so do a Concat with an empty vector (see `write.barriers`)
+    and a Where that chooses between a value and itself (as converters write them): their readers read that input
+    instead. What computes such axes, vectors and conditions is removed when it has no reader left. Graph outputs stay.
 
     Parameters
     ----------
@@ -92,23 +92,31 @@ def without_control_edges(
     """
     kept = {value.name for value in model.graph.output}
     instead: dict[str, str] = {}
+    waited_for: set[str] = set()
     steps: list[LeanNode] = []
     for op in ops:
         name = next(iter(op.writes))
-        if _changes_nothing(op, tensors) and name not in kept:
-            instead[name] = instead.get(op.inputs[0], op.inputs[0])
+        same = _unchanged(op, tensors, instead)
+        if same and name not in kept:
+            instead[name] = instead.get(same, same)
+            waited_for.update(instead.get(each, each) for each in op.inputs)
         else:
             steps.append(_reading(op, instead))
-    return _without_unread(steps, kept)
+    return _without_unread(steps, kept, waited_for)
 
 
-def _changes_nothing(op: graph.Op, tensors: Mapping[str, Tensor]) -> bool:
-    """Is the op an Unsqueeze by no axes, or a Concat of a vector with an empty one?"""
-    if op.node.op_type not in ("Unsqueeze", "Concat") or op.node.domain or len(op.inputs) != 2:
-        return False
-    first, second = (tensors[name] for name in op.inputs)
-    vector = len(first.shape) == 1 or op.node.op_type == "Unsqueeze"
-    return second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED
+def _unchanged(op: graph.Op, tensors: Mapping[str, Tensor], instead: Mapping[str, str]) -> str:
+    """Return the input that an op returns unchanged, empty if there is none; see `without_control_edges`."""
+    if op.node.domain or not all(op.inputs):
+        return ""
+    if op.node.op_type in ("Unsqueeze", "Concat") and len(op.inputs) == 2:
+        first, second = (tensors[name] for name in op.inputs)
+        vector = len(first.shape) == 1 or op.node.op_type == "Unsqueeze"
+        return op.inputs[0] if second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED else ""
+    if op.node.op_type == "Where":
+        chosen, other = (instead.get(name, name) for name in op.inputs[1:])
+        return chosen if chosen == other and tensors[chosen].shape == tensors[op.node.output[0]].shape else ""
+    return ""
 
 
 def _reading(op: graph.Op, instead: Mapping[str, str]) -> LeanNode:
@@ -119,13 +127,13 @@ def _reading(op: graph.Op, instead: Mapping[str, str]) -> LeanNode:
     return LeanNode(node, tuple(instead.get(name, name) for name in op.captured))
 
 
-def _without_unread(steps: list[LeanNode], kept: Iterable[str]) -> list[LeanNode]:
-    """Return `steps` without ops on axes, and copies to the device for them, that have no reader left."""
-    wanted = set(kept)
+def _without_unread(steps: list[LeanNode], kept: Iterable[str], waited_for: Iterable[str]) -> list[LeanNode]:
+    """Return `steps` without those that computed only values in `waited_for`."""
+    wanted, lost = set(kept), set(waited_for)
     left = []
     for step in reversed(steps):
-        small = step.node.op_type in ("Size", "Mul", "Shape", "Slice", "Unsqueeze", UP) and not step.node.domain
-        if small and not wanted.intersection(step.writes):
+        if wanted.isdisjoint(step.writes) and not lost.isdisjoint(step.writes):
+            lost.update(step.reads)
             continue
         wanted.update(step.reads)
         left.append(step)

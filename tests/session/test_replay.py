@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph, shapes
@@ -254,3 +254,30 @@ def test_control_edges_are_left_out():
     steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
     found = [(step.node.op_type, step.reads) for step in steps]
     assert found == [("Exp", ("x",)), ("Sqrt", ("x",)), ("Unsqueeze", ("a", "one"))]
+
+
+def test_a_choice_between_a_value_and_itself_is_left_out_with_what_only_its_condition_needs():
+    nodes = [
+        make("Exp", ["x"], ["a"]),
+        make("ReduceMax", ["a"], ["entry"], keepdims=0),
+        make("Cast", ["entry"], ["nonzero"], to=TensorProto.BOOL),
+        make("Xor", ["nonzero", "nonzero"], ["never"]),
+        make("Where", ["never", "x", "x"], ["late"]),
+        make("Where", ["never", "late", "x"], ["later"]),
+        make("Sqrt", ["later"], ["b"]),
+        make("Greater", ["x", "a"], ["wide"]),
+        make("Where", ["wide", "small", "small"], ["c"]),  # as wide as its condition
+        make("Where", ["never", "a", "a"], ["d"]),  # an output
+        make("Abs", ["a"], ["unread"]),
+    ]
+    given = {"small": np.ones(1, np.float32)}
+    model = model_of(nodes, {"x": N}, {"b": N, "c": N, "d": N}, given)
+    built = graph.build(model)
+    steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
+    found = [step.node.output[0] for step in steps]
+    assert found == ["a", "entry", "nonzero", "never", "b", "wide", "c", "d", "unread"]
+    assert next(step for step in steps if "b" in step.writes).reads == ("x",)
+    del model.graph.node[-2], model.graph.output[-1]
+    built = graph.build(model)
+    steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
+    assert [step.node.output[0] for step in steps] == ["a", "b", "wide", "c", "unread"]
