@@ -16,16 +16,16 @@ from onnx_remat.ir.op_semantics import semantics
 from ..dims import broadcast, sizes
 from ..values import constant, replace, static
 from .base import Fact, rewrite
+from .chains import fuse_chain, perm_of, to_reshape
 from .concat_padded_sums import concat_padded_sums
+from .products import absorb_batch, absorb_transpose, keep_axes, scale_first, turn_batch, turn_product
 from .scatter_into import scatter_into
 
 _BROADCASTING = {
     "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Max", "Min", "Sum", "Where", "And", "Or", "Xor", "Equal", "Less",
     "LessOrEqual", "Greater", "GreaterOrEqual", "PRelu", "BitwiseAnd", "BitwiseOr",
 }  # fmt: skip
-_RESHAPES = {"Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 _APART = "onnx_remat.apart"
-_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.STATED], ensures=[Fact.LEAN])
@@ -34,29 +34,31 @@ def simplify(model: ir.Model) -> None:
 
     The pass removes Identity, and each Cast, Transpose, Reshape, Expand, Slice, Concat, Sum and arithmetic node that
     changes nothing; reductions over axes of size 1; an Expand whose reader broadcasts by itself (also a matrix expanded
-    to a batch of matrices), or that can follow its reader; a Transpose that a matrix product can include; and duplicate
-    or unused nodes. It merges chains of Transpose and of reshapes into one node each. A Size becomes a product of sizes
-    from Shape, a sum of padded parts that do not overlap becomes a Concat, and a value that is scattered into zeros and
-    then added is scattered directly. Nodes keep their phases.
+    to a batch of matrices), or that can follow its reader; a Transpose that a matrix product can include; reshapes of
+    batches of matrices around their product; and duplicate or unused nodes. It merges chains of Transpose and of
+    reshapes into one node each. A Size becomes a product of sizes from Shape, a sum of padded parts that do not overlap
+    becomes a Concat, and a value that is scattered into zeros and then added is scattered directly. Nodes keep their
+    phases.
     """
     for change in (
         _count,
         _unreduce,
         _skip,
-        _fuse_chain,
+        keep_axes,
+        fuse_chain,
+        scale_first,
+        turn_batch,
         _expand_later,
         _absorb_expand,
-        _absorb_batch,
-        _absorb_transpose,
-        _turn_product,
+        absorb_batch,
+        absorb_transpose,
+        turn_product,
+        concat_padded_sums,
+        scatter_into,
     ):
         for node in model.graph:
             change(node)
-    common.RemoveUnusedNodesPass()(model)  # an unused node must not count as a reader below
-    for change in (concat_padded_sums, scatter_into):
-        for node in model.graph:
-            change(node)
-    common.RemoveUnusedNodesPass()(model)
+        common.RemoveUnusedNodesPass()(model)  # an unused node must not count as a reader
     common.DeduplicateInitializersPass()(model)
     apart = [node for node in model.graph if _counts_each_time(node)]
     for index, node in enumerate(apart):  # the pass below would merge two equal ones
@@ -102,7 +104,7 @@ def _unreduce(node: ir.Node) -> None:
     if source is None or shapes[0] is None or shapes[1] is None or 0 in shapes[0]:
         return
     if math.prod(shapes[0]) == math.prod(shapes[1]):
-        _to_reshape(node, source, shapes[1])
+        to_reshape(node, source, shapes[1])
 
 
 _OF_ONE = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"}
@@ -127,7 +129,7 @@ def _identity(node: ir.Node) -> ir.Value | None:
 
 
 def _transpose(node: ir.Node) -> ir.Value | None:
-    perm = _perm(node)
+    perm = perm_of(node)
     return node.inputs[0] if perm is not None and perm == sorted(perm) else None
 
 
@@ -198,48 +200,6 @@ _NEUTRAL: dict[str, Callable[[ir.Node], ir.Value | None]] = {
 }
 
 
-def _fuse_chain(node: ir.Node) -> None:
-    """Merge two successive Transposes, or two successive reshapes, into one node."""
-    source = node.inputs[0] if node.inputs else None
-    before = source.producer() if source is not None else None
-    if before is None or node.domain or before.domain or source is None:
-        return
-    if node.op_type == before.op_type == "Transpose":
-        first, second = _perm(before), _perm(node)
-        if first is not None and second is not None:
-            node.attributes["perm"] = ir.AttrInt64s("perm", [first[i] for i in second])
-            node.replace_input_with(0, before.inputs[0])
-            if [first[i] for i in second] == sorted(first):
-                _skip(node)
-    elif node.op_type in _RESHAPES and before.op_type in _RESHAPES:
-        begun = before.inputs[0]
-        if begun is not None and (known := sizes(begun)) is not None and known == sizes(node.outputs[0]):
-            replace(node.outputs[0], begun)
-            return
-        shape = static(node.outputs[0])
-        if shape is not None and before.inputs[0] is not None:
-            _to_reshape(node, before.inputs[0], shape)
-            _skip(node)
-
-
-def _to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None:
-    """Make a node the Reshape of `source` to a static shape."""
-    assert node.graph is not None
-    name = f"{node.outputs[0].name}.shape"
-    while name in node.graph.initializers:  # an earlier run of the pass may have given the name to another node's shape
-        name += "'"
-    target = ir.Value(name=name, const_value=ir.tensor(np.array(shape, np.int64)))
-    target.shape, target.type = ir.Shape([len(shape)]), ir.TensorType(ir.DataType.INT64)
-    node.graph.register_initializer(target)
-    node.op_type = "Reshape"
-    node.attributes.clear()
-    if 0 in shape:  # or it would mean the size of the source
-        node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
-    node.resize_inputs(2)
-    node.replace_input_with(0, source)
-    node.replace_input_with(1, target)
-
-
 def _expand_later(node: ir.Node) -> None:
     """Move an Expand behind arithmetic with scalars or with values as narrow as the one that is expanded."""
     if node.domain or node.op_type not in _BROADCASTING - {"PRelu"} or not node.inputs:  # no slope may be wider
@@ -295,51 +255,6 @@ def _absorb_expand(node: ir.Node) -> None:
             node.replace_input_with(index, small or _fill(before))
 
 
-def _absorb_batch(node: ir.Node) -> None:
-    """Remove the repetition of a matrix before a MatMul, which multiplies one matrix by a batch of matrices.
-
-    A vector has no batch: its product with one matrix lacks the axes of the repetition.
-    """
-    if node.domain or node.op_type != "MatMul":
-        return
-    result = static(node.outputs[0])
-    for index, value in enumerate(node.inputs):
-        other = static(node.inputs[1 - index])
-        if result is None or other is None or len(other) < 2 or other[:-2] != result[:-2] or value is None:
-            continue
-        if (found := _repeated(value)) is None:
-            continue
-        single, turned = found
-        if turned:
-            turn = ir.node("Transpose", [single], {"perm": [1, 0]}, metadata_props=dict(node.metadata_props))
-            made = turn.outputs[0]
-            made.name, turn.name = f"{value.name}.single", f"node.{value.name}.single"
-            made.shape, made.type = ir.Shape([*reversed(static(single) or ())]), single.type
-            assert node.graph is not None
-            node.graph.insert_before(node, turn)
-            single = made
-        node.replace_input_with(index, single)
-
-
-def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
-    """Return the matrix that a batch repeats, and whether the batch has it transposed; None for any other batch."""
-    turned = False
-    while (before := value.producer()) is not None and before.inputs and before.inputs[0] is not None:
-        source, shape = before.inputs[0], static(value)
-        of_source = static(source)
-        if shape is None or of_source is None or len(shape) < 3 or len(of_source) < 2:
-            return None
-        rank, perm = len(shape), _perm(before) if before.op_type == "Transpose" else None
-        if perm == [*range(rank - 2), rank - 1, rank - 2]:
-            turned = not turned
-        elif before.op_type not in ("Reshape", "Expand") or of_source[-2:] != shape[-2:]:
-            return None
-        elif before.op_type == "Expand":
-            return (source, turned) if len(of_source) == 2 else None
-        value = source
-    return None
-
-
 def _fill(node: ir.Node) -> ir.Value:
     """Return a constant with the number that a ConstantOfShape repeats."""
     assert node.graph is not None
@@ -363,51 +278,3 @@ def _broadcast(shapes: list[tuple[int, ...] | None]) -> tuple[int, ...] | None:
         return None
     axes = zip_longest(*(reversed(shape) for shape in known), fillvalue=1)
     return tuple(max(axis) if 0 not in axis else 0 for axis in axes)[::-1]
-
-
-def _absorb_transpose(node: ir.Node) -> None:
-    """Replace a product with transposed operands by a Gemm with transA, transB."""
-    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.outputs[0].dtype not in _FLOATS:
-        return
-    if any(v is None or v.shape is None or v.shape.rank() != 2 for v in node.inputs[:2]):
-        return
-    for index, flag in enumerate(("transA", "transB")):
-        value = node.inputs[index]
-        before = value.producer() if value is not None else None
-        if before is not None and before.op_type == "Transpose" and _perm(before) == [1, 0]:
-            turned = node.attributes[flag].as_int() if flag in node.attributes else 0
-            node.op_type = "Gemm"
-            node.attributes[flag] = ir.AttrInt64(flag, 1 - turned)
-            node.replace_input_with(index, before.inputs[0])
-
-
-def _turn_product(node: ir.Node) -> None:
-    """Replace a transposed product of two matrices by the product of their transposes in the opposite order."""
-    if node.domain or node.op_type != "Transpose" or node.inputs[0] is None:
-        return
-    before = node.inputs[0].producer()
-    if before is None or before.domain or before.op_type not in ("MatMul", "Gemm") or len(before.inputs) != 2:
-        return
-    if _perm(node) != [1, 0] or len(node.inputs[0].uses()) > 1 or node.inputs[0].is_graph_output():
-        return
-    if any(v is None or v.shape is None or v.shape.rank() != 2 or v.dtype not in _FLOATS for v in before.inputs):
-        return
-    turned = [before.attributes[flag].as_int() if flag in before.attributes else 0 for flag in ("transB", "transA")]
-    scale = before.attributes.get("alpha")
-    a, b = before.inputs
-    node.op_type = "Gemm"
-    node.attributes.clear()
-    for flag, was in zip(("transA", "transB"), turned, strict=True):
-        node.attributes[flag] = ir.AttrInt64(flag, 1 - was)
-    if scale is not None:
-        node.attributes["alpha"] = scale
-    node.resize_inputs(2)
-    node.replace_input_with(0, b)
-    node.replace_input_with(1, a)
-
-
-def _perm(node: ir.Node) -> list[int] | None:
-    if "perm" in node.attributes:
-        return [int(i) for i in node.attributes["perm"].as_ints()]
-    rank = node.outputs[0].shape.rank() if node.outputs[0].shape is not None else None
-    return list(range(rank))[::-1] if rank is not None else None

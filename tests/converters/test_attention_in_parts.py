@@ -86,7 +86,10 @@ class Several(nn.Module):
 
 
 def compared(model, example, parts=3, wanted=(2, 2, 2, 2), **settings):
-    """The step in one part and in several, on a batch that neither has seen: equal to the last bit."""
+    """The step in one part and in several, on a batch that neither has seen: equal to the last bit, but for factors.
+
+    ONNX Runtime's optimisations move a factor of queries or keys behind their product where nothing else reads them.
+    """
     torch.manual_seed(0)
     count = len(model.each) if isinstance(model, Several) else 1
     one = export_training_step(model, example, F.mse_loss, attention_parts=1, check=False, **settings)
@@ -99,7 +102,8 @@ def compared(model, example, parts=3, wanted=(2, 2, 2, 2), **settings):
         expected, made = (runtime.outputs(step, feeds, level) for step in (one, many))
         assert expected.keys() == made.keys()
         for name in expected:
-            np.testing.assert_array_equal(made[name], expected[name], err_msg=f"{name} at {level}")
+            noise = 0 if level == "disable" else 1e-8 + 1e-5 * np.abs(expected[name]).max()
+            np.testing.assert_allclose(made[name], expected[name], rtol=0, atol=noise, err_msg=f"{name} at {level}")
     return many
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import onnx
@@ -197,6 +198,25 @@ def test_arithmetic_of_an_expanded_value_is_done_before_it_is_expanded():
     wide = [v.name for v in made.graph.value_info if [d.dim_value for d in v.type.tensor_type.shape.dim] == [8, 512]]
     backward = {o for n in made.graph.node for o in n.output if any(p.value == "backward" for p in n.metadata_props)}
     assert len(backward & set(wide)) <= 2  # twice the output, and that times the narrow rest
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_of_attention_read_heads_as_they_lie(causal, tmp_path):
+    """Without reshapes to one axis of matrices, and factors between products and transposes that they can include."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Parameter(torch.randn(2, 3, 6, 4)) for _ in range(3))
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(self.q * x, self.k, self.v, is_causal=causal)
+
+    made = export_training_step(Heads(), (torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 4)), F.mse_loss)
+    assert float({p.key: p.value for p in made.metadata_props}["check.error"]) < 1e-5
+    assert count(made, "MatMul") == 6 and count(made, "Reshape") == 0
+    run = Counter(node.op_type for node in runtime.optimized(made, tmp_path, "all").graph.node)
+    assert run["Transpose"] == run["Reshape"] == 0 and run["FusedMatMul"] + run["MatMul"] == 6
 
 
 def _mean_of_squares(y, target):
