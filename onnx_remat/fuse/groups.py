@@ -17,7 +17,7 @@ Complexity
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -170,6 +170,12 @@ class Grouping:
             or (found.members and (self._is_faster_alone(found.members[0]) or self._is_piece(found.members[0])))
             or self.ordered.workspace([member.at for member in found.members])
         )
+
+    def singles(self) -> Iterator[Group]:
+        """Yield single nodes, sorted by place, that a kernel computes element by element."""
+        for place, found in sorted(self.open.items()):
+            if len(found.members) == 1 and not found.columns and self.has_kernel(found):
+                yield Group(found.members, place, self.makes(found))
 
     def _is_faster_alone(self, member: Member) -> bool:
         return is_rounded(member) and not self.ordered.device

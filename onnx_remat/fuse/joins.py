@@ -7,7 +7,8 @@ Model
 Algorithm
     For the kernels of each text, those of most elements first, from the last to the first: let a kernel run at the
     place of one of the nearest joined ones, or these at its own, if that place is valid for all, one launch can have
-    their arguments, and **live bytes never exceed the step's peak**.
+    their arguments, and **live bytes never exceed the step's peak**. Single nodes, such as slices of equal rank, take
+    part with kernels of their own, and stay ONNX Runtime's where none joins them.
 Complexity
     A few trials per kernel, each linear in the places of the step.
 """
@@ -48,16 +49,32 @@ def joined(ordered: OrderedStep, found: Fusion, small: int = 0, more: int = 0) -
     joining.join()
     kernels: list[Kernel] = []
     order: list[int | FusedNode] = []
-    for place in range(len(found.order)):
-        together = [found.order[i] for i in joining.here[place]]
-        nodes = [each for each in together if isinstance(each, FusedNode)]
-        if not nodes:
-            order += together
+    for here in joining.here:
+        if len(here) < 2 and not any(isinstance(found.order[i], FusedNode) for i in here):
+            order += [found.order[i] for i in here]
             continue
+        nodes, parts = zip(*(joining.fused[i] for i in here), strict=True)
         order.append(_joined_node(nodes, len(kernels)))
-        parts = [found.kernels[_handle_of(each.node).i] for each in nodes]
         kernels.append(segments.joined(parts) if len(parts) > 1 else parts[0])
-    return Fusion(tuple(order), tuple(kernels), found.scratch)
+    return Fusion(_without_unread_views(ordered, order), tuple(kernels), found.scratch)
+
+
+def _without_unread_views(ordered: OrderedStep, order: Iterable[int | FusedNode]) -> tuple[int | FusedNode, ...]:
+    """Leave out views that only single nodes read, whose kernels read the values themselves."""
+    read, left = set(ordered.outputs), []
+    for each in reversed(list(order)):
+        if not isinstance(each, FusedNode):
+            step = ordered.steps[each]
+            if ordered.uses.is_view(step) and read.isdisjoint(step.writes):
+                continue
+            read.update(step.reads)
+        left.append(each)
+    return tuple(reversed(left))
+
+
+def _fused(each: int | FusedNode, found: Fusion) -> tuple[FusedNode, Kernel] | None:
+    """Return the node and the kernel of an entry of a step's order; None if it is a node that no kernel computes."""
+    return (each, found.kernels[_handle_of(each.node).i]) if isinstance(each, FusedNode) else found.single.get(each)
 
 
 def _handle_of(node: onnx.NodeProto) -> onnx.AttributeProto:
@@ -88,7 +105,8 @@ class _Joining:
     """
 
     def __init__(self, ordered: OrderedStep, found: Fusion, small: int, more: int) -> None:
-        self.ordered, self.order, self.kernels = ordered, found.order, found.kernels
+        self.ordered, self.order = ordered, found.order
+        self.fused = {i: made for i, each in enumerate(found.order) if (made := _fused(each, found)) is not None}
         self.final, count = ordered.uses.kept, len(found.order)
         self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, self._reads(i)))) for i in range(count)]
         self.writes = [self._writes(i) for i in range(count)]
@@ -102,7 +120,7 @@ class _Joining:
         self.renewer = {name: self.maker[made] for made, name in ordered.renewed.items() if made in self.maker}
         self.renews = [[ordered.renewed[name] for name in names if name in ordered.renewed] for names in self.writes]
         self.size = {name: ordered.counted[name] for name in self.maker if ordered.counted.get(name)}
-        self.row = {name: int(nbytes >= small) for name, nbytes in self.size.items()}
+        self.row = {name: int(ordered.tensors[name].nbytes >= small) for name in self.size}
         self.live_bytes = np.zeros((2, count), np.int64)
         for name in self.size:
             self._add(name, 1)
@@ -158,7 +176,9 @@ class _Joining:
     def _may_overwrite(self, i: int, made: str, read: str) -> bool:
         each, tensors = self.order[i], self.ordered.tensors
         if not isinstance(each, FusedNode):
-            return self.ordered.overwrites(each, made, read)
+            if len(self.here[self.at[i]]) < 2:
+                return self.ordered.overwrites(each, made, read)
+            each, _ = self.fused[i]
         new, old = tensors[made], tensors[read]
         alike = (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape))
         return alike and each.plain.issuperset(slot for slot, name in enumerate(each.node.input) if name == read)
@@ -168,11 +188,9 @@ class _Joining:
     def join(self) -> None:
         """Join the kernels of each text."""
         by_text: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for i, each in enumerate(self.order):
-            if isinstance(each, FusedNode):
-                kernel = self._kernel(i)
-                by_text[kernel.text, kernel.grain].append(i)
-        for alike in sorted(by_text.values(), key=lambda alike: -sum(self._kernel(i).size for i in alike)):
+        for i, (_, kernel) in self.fused.items():
+            by_text[kernel.text, kernel.grain].append(i)
+        for alike in sorted(by_text.values(), key=lambda alike: -sum(self.fused[i][1].size for i in alike)):
             found: list[list[int]] = []
             for i in reversed(alike):
                 near = found[: -MOST_TRIED - 1 : -1]
@@ -182,14 +200,9 @@ class _Joining:
                 else:
                     taken.append(i)
 
-    def _kernel(self, i: int) -> Kernel:
-        each = self.order[i]
-        assert isinstance(each, FusedNode)
-        return self.kernels[_handle_of(each.node).i]
-
     def _join(self, together: Sequence[int], i: int) -> bool:
         """Let a node run at one place with some others, if possible; return whether it does."""
-        kernels = [self._kernel(each) for each in (*together, i)]
+        kernels = [self.fused[each][1] for each in (*together, i)]
         if not segments.can_join(kernels):
             return False
         after, before = self._between([*together, i])

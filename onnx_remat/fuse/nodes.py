@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import onnx
@@ -56,11 +56,15 @@ class Fusion:
         Indexed by the fused nodes' handles.
     scratch : mapping of str to Tensor
         Values that only a kernel uses, while it runs.
+    single : mapping of int to (FusedNode, Kernel)
+        By place, kernels that a device could run in place of a single node that stays: worth it for several in one
+        launch only, see `joins`.
     """
 
     order: tuple[int | FusedNode, ...]
     kernels: tuple[Kernel, ...]
     scratch: Mapping[str, Tensor]
+    single: Mapping[int, tuple[FusedNode, Kernel]] = field(default_factory=dict)
 
 
 def fuse(ordered: OrderedStep, secret: int) -> Fusion:
@@ -87,21 +91,29 @@ def fuse(ordered: OrderedStep, secret: int) -> Fusion:
                 view(steps[viewing[name]].reads)
                 order.append(places[viewing[name]])
 
+    def fused(group: Group, handle: int) -> tuple[FusedNode, Kernel]:
+        dtypes = [ordered.tensors[name].dtype for name in group.reads]
+        elements = [prod(ordered.tensors[name].shape) for name in group.reads]
+        members = tuple(places[member.at] for member in group.members)
+        node = _node(DEVICE_OP if ordered.device else OP, group, members, handle, secret)
+        return node, (cuda.kernel_of if ordered.device else kernel_of)(group, dtypes, elements)
+
     for i, step in enumerate(steps):
         if i in by_place:
-            group = by_place[i]
-            dtypes = [ordered.tensors[name].dtype for name in group.reads]
-            elements = [prod(ordered.tensors[name].shape) for name in group.reads]
-            members = tuple(places[member.at] for member in group.members)
-            order.append(_node(DEVICE_OP if ordered.device else OP, group, members, len(kernels), secret))
-            kernels.append((cuda.kernel_of if ordered.device else kernel_of)(group, dtypes, elements))
+            node, kernel = fused(by_place[i], len(kernels))
+            order.append(node)
+            kernels.append(kernel)
         elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
             if isinstance(step, LibraryNode):
                 order.append(FusedNode(step.node, step.members, step.plain))
             else:
                 order.append(places[i])
-    return Fusion(tuple(order), tuple(kernels), with_libraries.scratch)
+    single = {
+        places[group.place]: fused(group, 0) for group in grouping.singles()
+        if ordered.device and group.place not in by_place and group.place not in inside
+    }  # fmt: skip
+    return Fusion(tuple(order), tuple(kernels), with_libraries.scratch, single)
 
 
 def _in_pieces(ordered: OrderedStep, places: Sequence[int]) -> tuple[OrderedStep, tuple[int, ...]]:

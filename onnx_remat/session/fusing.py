@@ -201,18 +201,25 @@ def fuse_step(
         unserved = 0 if device or ordered.convolutions else len(convolved(ordered)[1])
         return Laid(again, replace(laid, not_donated=bound.not_donated), each.kernels, members, unserved)
 
-    if device:
-        unjoined = program_of(found)
-        live = offsets.assign(unjoined, bound.donated, least, search=False).live
-        extra = live // SMALL_SHARE
-        rounded = replace(ordered, counted={name: offsets.rounded(nbytes) for name, nbytes in counted.items()})
-        made = laid_out(joins.joined(rounded, found, offsets.LEAST, extra), extra)
+    if not device:
+        return laid_out(found)
+    unjoined = program_of(found)
+    live = offsets.assign(unjoined, bound.donated, least, search=False).live
+    extra = live // SMALL_SHARE
+
+    @cache
+    def unjoined_height() -> int:
+        return offsets.assign(unjoined, bound.donated, least, seconds).height
+
+    rounded = replace(ordered, counted={name: offsets.rounded(nbytes) for name, nbytes in counted.items()})
+    left = max(0, extra - max(0, live - bound.live))  # fused nodes may have taken some of it
+    for more in dict.fromkeys((left, left // 2, 0)):  # a layout may miss its bound by a little
+        made = laid_out(joins.joined(rounded, found, offsets.LEAST, more), extra)
         if isinstance(made, Laid) and (
-            made.offsets.height <= live + extra
-            or made.offsets.height <= offsets.assign(unjoined, bound.donated, least, seconds).height + extra
+            made.offsets.height <= live + extra or made.offsets.height <= unjoined_height() + extra
         ):
             return made
-    return laid_out(found)
+    return laid_out(found, extra)
 
 
 def _of_bodies(program: Program) -> frozenset[str]:

@@ -108,6 +108,39 @@ def test_a_kernel_runs_before_the_readers_of_its_result_and_after_all_makers_of_
     assert segments(assert_same(model, test_rows.feeds_of(model), exact=True)) == [1, 2]
 
 
+def slices(ends):
+    nodes = [node("Slice", ["x", f"from{i}", f"to{i}", "axes"], f"part{i}") for i in range(len(ends))]
+    nodes += [node("CumSum", [f"part{i}", "axis"], f"y{i}") for i in range(len(ends))]
+    weights = {"axes": np.array([1]), "axis": np.array(0)}
+    weights |= {f"from{i}": np.array([start]) for i, (start, _) in enumerate(ends)}
+    weights |= {f"to{i}": np.array([end]) for i, (_, end) in enumerate(ends)}
+    return build(nodes, {"x": (3, 64, 4)}, [f"y{i}" for i in range(len(ends))], weights)
+
+
+def test_single_slices_are_joined_whatever_their_sizes():
+    model = slices([(8, 24), (24, 26), (3, 64)])
+    assert segments(assert_same(model, test_rows.feeds_of(model), exact=True, kernels=1)) == [3]
+
+
+def test_a_single_node_without_another_stays_with_its_views():
+    nodes = [
+        node("Reshape", ["x", "shape"], "r"), node("Abs", ["r"], "a"), node("CumSum", ["a", "axis"], "y"),
+        node("Reshape", ["x", "shape"], "s"), node("Neg", ["s"], "b"), node("CumSum", ["b", "axis"], "z"),
+        node("Neg", ["z"], "c"), node("CumSum", ["c", "axis"], "w"),
+    ]  # fmt: skip
+    model = build(nodes, {"x": (8, 8)}, ["y", "w"], {"axis": np.array(0), "shape": np.array([64])})
+    ordered = replace(fusing.ordered_step(model), device=True)
+    found = fuse(ordered, 1)
+    assert not found.kernels and len(found.single) == 3
+    made = joins.joined(ordered, found)
+    ops = [ordered.steps[each].node.op_type for each in made.order]
+    assert not made.kernels and sorted(ops) == sorted(ordered.steps[i].node.op_type for i in range(len(nodes)))
+    nodes[6] = node("Abs", ["z"], "c")
+    model = build(nodes, {"x": (8, 8)}, ["y", "w"], {"axis": np.array(0), "shape": np.array([64])})
+    ordered = replace(fusing.ordered_step(model), device=True)
+    assert not joins.joined(ordered, fuse(ordered, 1)).kernels, "one needs the result of the other"
+
+
 def test_gradients_do_not_wait_for_one_another_where_that_takes_memory():
     """Four are large, and one that its update keeps waiting raises the peak; a fifth is small."""
     nodes, inputs, outputs, last = [], {}, [], "x"

@@ -1,0 +1,100 @@
+"""Joins of a step that is laid out: those that its slab has room for are made, whatever the sizes of its values."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from onnx_remat.session import fusing, lean_graph, offsets
+from onnx_remat.session.lean_graph import LeanNode
+from tests.fuse.test_groups import build, node
+from tests.support import fusing as support
+from tests.support import warps
+
+pytestmark = pytest.mark.skipif(bool(warps.why_not()), reason=warps.why_not() or "none")
+
+LAYERS = 30
+
+
+class Kernels:
+    """Of a device, where nothing lies on the host or in the memory of another value."""
+
+    device = name = "cuda"
+    host_outputs: ClassVar[dict] = {}
+
+    def aliases(self, node):
+        return []
+
+    def on_host(self, *_):
+        return False
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    """Arithmetic may overwrite what it reads."""
+    monkeypatch.setattr(offsets, "may_overwrite", lambda kernels, node, *_: node.op_type in ("Sub", "Mul", "Add"))
+
+
+def fused(nodes, inputs, outputs):
+    """Segments of each kernel of a step whose outputs called new.X are written over X, or why it is unfused."""
+    model = build(nodes, inputs, outputs, {"axis": np.array(0)})
+    ordered = support.ordered_step(model)
+    steps = lean_graph.as_run([LeanNode(step.node) for step in ordered.steps])
+    program = offsets.program(steps, ordered.tensors, list(inputs), outputs, Kernels(), 20)
+    renewed = {name: name.removeprefix("new.") for name in outputs}
+    bound = offsets.assign(program, renewed, 1, search=False)
+    made = fusing.fuse_step(
+        program, bound, 20, ordered.constants, ordered.integers, 1, 1, workspace=lambda steps: 0, seconds=0.0
+    )
+    assert isinstance(made, fusing.Laid), made.why_not
+    assert made.offsets.height <= bound.height * (1 + 1 / fusing.SMALL_SHARE)
+    return [kernel.segments for kernel in made.kernels]
+
+
+def layers(widths, updates):
+    """A forward and a backward pass of large values, with `updates` of a parameter of each width in its course."""
+    nodes, inputs, outputs, last = [], {"x": (256, 256), "rate": ()}, [], "x"
+    for i in range(LAYERS):
+        nodes.append(node("CumSum", [last, "axis"], f"h{i}"))
+        last = f"h{i}"
+    last = "x"
+    for i in reversed(range(LAYERS)):
+        nodes.append(node("Mod", [last, f"h{i}"], f"d{i}", fmod=1))
+        last = f"d{i}"
+        for k in range(i, len(widths), LAYERS):
+            nodes += [node("CumSum", [f"w{k}", "axis"], f"g{k}"), *updates(k)]
+            nodes.append(node("Sub", [f"w{k}", f"s{k}"], f"new.w{k}"))
+            inputs[f"w{k}"] = (widths[k],)
+            outputs.append(f"new.w{k}")
+    return nodes, inputs, outputs
+
+
+def scaled(k):
+    return [node("Mul", [f"g{k}", "rate"], f"s{k}")]
+
+
+@pytest.mark.parametrize("other", [256, 1000, 1024])
+def test_a_value_that_is_small_only_until_it_is_rounded_does_not_undo_all_joins(other):
+    assert len(fused(*layers([256] * 30 + [other] + [256] * 29, scaled))) < 12
+
+
+def test_joins_take_only_the_memory_that_fused_nodes_have_left():
+    """Fused with the last node, a product keeps its two operands, of a small value each, in place of itself."""
+    nodes, inputs, outputs = layers([256] * 60, scaled)
+    nodes += [node("CumSum", ["v", "axis"], "a"), node("CumSum", ["a", "axis"], "b"), node("Mul", ["a", "b"], "t")]
+    nodes += [node("ReduceL1", ["d0"], "late", axes=[0], keepdims=0), node("Sub", ["t", "late"], "new.v")]
+    assert len(fused(nodes, inputs | {"v": (256,)}, [*outputs, "new.v"])) < 12
+
+
+@pytest.mark.parametrize("seed", [6, 10])
+def test_a_layout_that_misses_its_bound_has_fewer_joins_not_none(seed):
+    rng = np.random.default_rng(seed)
+    twice = rng.random(60) < 0.5
+
+    def update(k):
+        more = [node("CumSum", [f"g{k}", "axis"], f"G{k}"), node("Mul", [f"G{k}", f"g{k}"], f"t{k}")]
+        return [*more, node("Mul", [f"t{k}", "rate"], f"s{k}")] if twice[k] else scaled(k)
+
+    assert len(fused(*layers(rng.integers(1, 960, 60).tolist(), update))) < 45
