@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.messages import Setting
 
 from .. import names
 from ..checks import tolerances
@@ -101,6 +103,16 @@ def array(value: Any) -> Any:
     return value if kernels.is_key(value) else jnp.asarray(value)
 
 
+def _array(value: Any, name: str) -> Any:
+    try:
+        return array(value)
+    except TypeError as error:
+        raise ConversionError(
+            "input {!r} is a {}, not an array: pass the optimizer by name ({}), and give the loss function its constants",
+            name, type(value).__name__, Setting("optimizer"),
+        ) from error  # fmt: skip
+
+
 def plain(value: Any) -> np.ndarray:
     """Return a numpy array; random keys as their words."""
     return np.asarray(jax.random.key_data(value) if kernels.is_key(value) else value)
@@ -133,7 +145,7 @@ def trace(
     named = inputs_of(groups, batch_names)
     _check_parameters(params)
     flat, tree = jax.tree_util.tree_flatten(groups)
-    flat = [array(leaf) for leaf in flat]
+    flat = [_array(leaf, name) for leaf, name in zip(flat, named, strict=True)]
 
     def with_buffers(params: Any, buffers: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
         if buffers is None:
@@ -159,7 +171,8 @@ def trace(
                 grads = optax.apply_updates(params, updates)
         return jax.tree_util.tree_leaves((loss, grads, state, after))
 
-    closed = jax.make_jaxpr(step)(*flat)
+    with _lean_softmax():
+        closed = jax.make_jaxpr(step)(*flat)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     outputs = {names.LOSS: "forward"}
     counts = [len(jax.tree_util.tree_leaves(group)) for group in groups]
@@ -173,6 +186,23 @@ def trace(
             "same structure from the loss function"
         )
     return TracedStep(core.ClosedJaxpr(jaxpr, closed.consts), dict(zip(named, flat, strict=True)), outputs, step)
+
+
+@contextmanager
+def _lean_softmax() -> Iterator[None]:
+    """Within the block, the gradient of `jax.nn.softmax` reads its result alone, by JAX's own flag.
+
+    By default, it reads the exponentials as well: two matrices of the scores' size for each attention.
+    """
+    flag = "jax_softmax_custom_jvp"
+    before = getattr(jax.config, flag, True)
+    if not before:
+        jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        if not before:
+            jax.config.update(flag, False)
 
 
 def inputs_of(groups: tuple[Any, Any, Any, Any], batch_names: Sequence[str] | None) -> list[str]:

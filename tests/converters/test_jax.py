@@ -436,3 +436,26 @@ def test_an_optimizer_that_needs_the_loss_is_refused():
     optax = pytest.importorskip("optax")
     with pytest.raises(ConversionError, match="does not update from gradients, state and parameters alone"):
         trace(lambda w, x: jnp.sum(w * x), random(4), (random(4),), None, optax.lbfgs(), None)
+
+
+def test_an_optimizer_given_as_part_of_the_batch_is_named():
+    optax = pytest.importorskip("optax")
+    with pytest.raises(ConversionError, match=r"'input\.1' is a function, not an array: pass the optimizer"):
+        export_training_step(lambda p, x: ((p * x) ** 2).sum(), jnp.ones(3), jnp.ones(3), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_of_a_softmax_the_result_alone_is_kept(jit):
+    """Also where JAX has traced the function before, with its own gradient; its flag is as it was then."""
+
+    def loss(p, x):
+        return ((jax.nn.softmax(x @ p) @ x.T) ** 2).sum()
+
+    given, x = jnp.asarray(random(8, 8)), jnp.asarray(random(4, 8))
+    function = jax.jit(loss) if jit else loss
+    jax.grad(function)(given, x)
+    made = export_training_step(function, given, x)
+    late = [node for node in made.graph.node if any(p.value == "backward" for p in node.metadata_props)]
+    exponentials = {node.output[0] for node in made.graph.node if node.op_type == "Exp"}
+    assert len(exponentials) == 1 and not any(exponentials & {*node.input} for node in late)
+    assert jax.config.jax_softmax_custom_jvp is False
