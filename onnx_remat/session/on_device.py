@@ -196,15 +196,8 @@ class DeviceMemory:
     def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes.
 
-        State on the host is copied there.
-
         Afterwards that library has finished with all inputs that it holds, also with those from earlier calls.
         """
-        for name in arrays.keys() & self.on_host.keys():
-            wait()
-            read(arrays[name].address, self.on_host[name])
-            self._fed.add(name)
-        arrays = {name: array for name, array in arrays.items() if name not in self.on_host}
         changed = {n: a for n, a in arrays.items() if n not in self.lying or self.lying[n].address != a.address}
         if changed:
             check_renewable(self.lying | dict(arrays), self._renewed)

@@ -251,7 +251,10 @@ def _lying(device: DeviceMemory, state: Mapping[str, Any], renewed: Container[st
     found = {}
     for name, value in state.items():
         if name in device.on_host:
-            continue
+            raise UsageError(
+                f"copy=False trains the arrays of `state` where they lie, but {name!r} lies in the session's own "
+                "memory of the host: leave out copy=False"
+            )
         array = device_array(name, value)
         if array is not None:
             found[name] = array

@@ -403,6 +403,8 @@ class Session:
         renewed = set(self.donated.values())
         given = {name: _checked(self._formals[name], value, name in renewed, True) for name, value in feeds.items()}
         lying = {name: array for name, array in given.items() if isinstance(array, DeviceArray)}
+        for name in lying.keys() & device.on_host.keys():
+            raise UsageError(f"input {name!r} lies on the host between steps: pass an array of the host")
         if device.fixed:
             for name in lying.keys() & renewed:
                 raise UsageError(

@@ -74,6 +74,16 @@ def test_what_another_library_still_does_with_state_is_waited_for_before_each_us
     assert calls[calls.index("write") - 1] == "wait"
 
 
+def test_arrays_of_a_device_are_refused_for_state_that_the_session_keeps_on_the_host(session, monkeypatch):
+    """Only that memory would be renewed, and the next run would begin with the array's old value again."""
+    monkeypatch.setattr(session.device, "on_host", {"w": ones(0)})
+    with pytest.raises(UsageError, match="input 'w' lies on the host between steps: pass an array of the host"):
+        session.run({"w": Held(ones(3)), "x": ones()})
+    for w in (Held(ones(3)), ones(3)):
+        with pytest.raises(UsageError, match="'w' lies in the session's own memory of the host: leave out copy=False"):
+            Loop(session, {"w": w, "x": ones()}, device="cuda", copy=False)
+
+
 def test_a_step_whose_state_lies_in_the_sessions_own_memory_waits_for_nothing(runtime, session):
     loop = Loop(session, {"w": ones(3), "x": ones()}, device="cuda")
     calls = calls_of(runtime, loop.step)
