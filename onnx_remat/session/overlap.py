@@ -212,9 +212,9 @@ def _with_copies(
 
     event = 0
     for home in sorted(homes, key=lambda home: home.down):
-        token = f"{_LEFT}{home.source}" if home.state else home.name
+        token = f"{_LEFT}{home.name}" if home.state else home.name
         add(home.down, 3, OUT, home.source, token, home, event)
-        add(home.gone, 0, WAIT, home.source, f"{_GONE}{home.source}", home, event)
+        add(home.gone, 0, WAIT, home.source, f"{_GONE}{home.name}", home, event)
         event += 1
     coming = [(at, first, name, home) for home in homes for name, (at, first) in home.ups.items()]
     for at, first, name, back in sorted(coming, key=lambda each: each[:3]):
@@ -231,7 +231,7 @@ def _with_copies(
 
 _EMPTY = Tensor(TensorProto.UINT8, (0,), 0, (0,))
 _LEFT, _GONE, _HERE = TAG + "left.", TAG + "gone.", TAG + "here."
-"""Start of the names of empty values, which copies and waits make."""
+"""Start of the names of empty values, which copies and waits make; one value may be the new state of two inputs."""
 
 
 def _host_layout(program: Program, homes: Sequence[_Home]) -> tuple[dict[str, int], int]:

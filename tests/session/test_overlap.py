@@ -161,6 +161,26 @@ def test_state_that_is_read_after_its_new_value_left_is_copied_once():
     assert len(made.state) == 6
 
 
+def test_one_value_may_renew_two_states_on_the_host():
+    """As an Identity that ONNX Runtime removes leaves it."""
+    nodes = [
+        helper.make_node(UP, ["m"], ["old"], name="up m"),
+        helper.make_node(UP, ["p"], ["older"], name="up p"),
+        helper.make_node("Sub", ["old", "older"], ["change"], name="change"),
+        helper.make_node("Add", ["change", "w"], ["made"], name="made"),
+        helper.make_node(DOWN, ["made"], ["new.m"], name="down m"),
+        helper.make_node(DOWN, ["made"], ["new.p"], name="down p"),
+        helper.make_node("Mul", ["w", "made"], ["new.w"], name="w"),
+    ]
+    shapes = {name: [SIZES[0]] for name in "wmp"}
+    model = model_of(nodes, shapes, {f"new.{name}": shape for name, shape in shapes.items()})
+    Stated(1e10, "h100", 1).put(model)
+    made = laid(model)
+    results = [name for step in made.program.steps for name in step.writes]
+    assert made.state.keys() == {"m", "p"} and len(results) == len({*results})
+    assert {check_copies(made, late) for late in (False, True)} == {(2, 2)}
+
+
 @pytest.fixture(scope="module")
 def moved():
     return rewrite_model(
