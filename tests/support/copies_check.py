@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
-from onnx_remat.session.copies import handle_of, kind_of
+from onnx_remat.session.copies import Copy, handle_of, kind_of
 from onnx_remat.session.slab_layout import SlabLayout
 
-_OLD = -7  # number of a step's old state
 _CELL = 256  # bytes; values on a device lie at multiples of it
 
 
-def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
+def check_copies(made: SlabLayout) -> tuple[int, int]:
     """Assert that each node reads what was made for it, and return how many copies went to the host and back.
 
-    Every cell of the slab, and of the host's memory for copies, has the number of the value that lies there.
+    With copies of either direction, of both or of none as late as anything waits for them: streams run apart.
+    """
+    (counts,) = {_run(made, late) for late in ((), (OUT,), (IN,), (OUT, IN))}
+    return counts
+
+
+def _run(made: SlabLayout, late: Collection[int]) -> tuple[int, int]:
+    """As `check_copies`, with some directions `late`.
+
+    Every cell of the slab, of inputs, and of the host's memory for copies, has the number of the value that lies there.
     """
     program, tensors = made.program, made.program.tensors
     place = {each.name: (each.offset, each.nbytes) for each in made.offsets.placements}
-    slab = np.zeros(made.offsets.height // _CELL + 1, np.int64)
+    lies: dict[str, int] = {}  # number of each value on the device
+    end = -(-made.offsets.height // _CELL) * _CELL
+    for number, name in enumerate(program.inputs, 1):
+        place[name], lies[name] = (end, tensors[name].nbytes), -number * 1000
+        end += -(-tensors[name].nbytes // _CELL) * _CELL
+    place |= {output: place[name] for output, name in made.offsets.donated.items()}
+    slab = np.zeros(end // _CELL + 1, np.int64)
     held = max((c.offset + c.nbytes for c in made.copies if c.state), default=0)
-    hosts = np.zeros(made.pinned // _CELL + 1, np.int64), np.full(held // _CELL + 1, _OLD)
-    lies: dict[str, int] = {}  # number of each value of the slab
+    hosts = np.zeros(made.pinned // _CELL + 1, np.int64), np.zeros(held // _CELL + 1, np.int64)
+    news: dict[int, int] = {}  # number of each new state, by its offset
     pending: dict[int, list[tuple[int, Callable[[], None]]]] = {OUT: [], IN: []}
     counts = {OUT: 0, IN: 0}
 
@@ -32,6 +46,9 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
         offset, nbytes = place[name]
         assert offset % _CELL == 0
         return slice(offset // _CELL, -(-(offset + nbytes) // _CELL))
+
+    def there(copy: Copy) -> slice:
+        return slice(copy.offset // _CELL, -(-(copy.offset + copy.nbytes) // _CELL))
 
     def finish(event: int) -> None:
         for queue in pending.values():
@@ -42,37 +59,36 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
                     if number == event:
                         return
 
+    for name in program.inputs:
+        slab[cells(name)] = lies[name]
+    for copy in made.copies:
+        if copy.state:
+            hosts[1][there(copy)] = _old(copy)
     for number, step in enumerate(program.steps, 1):
         kind = kind_of(step.node)
-        copy = made.copies[handle_of(step.node) - len(made.kernels)] if kind is not None else None
         roots = {program.root.get(name, name) for name in step.reads}
-        if copy is not None and kind == WAIT:
-            finish(copy.event)
-        elif copy is not None:
+        if kind == WAIT:
+            finish(made.copies[handle_of(step.node) - len(made.kernels)].event)
+        elif kind is not None:
+            copy = made.copies[handle_of(step.node) - len(made.kernels)]
             name = step.node.input[0] if kind == OUT else step.node.output[0]
-            there = slice(copy.offset // _CELL, -(-(copy.offset + tensors[name].nbytes) // _CELL))
-            here = cells(program.root.get(name, name))
+            root, host = program.root.get(name, name), hosts[copy.state]
+            here, away = cells(root), there(copy)
 
-            host = hosts[copy.state]
+            def down(here: slice = here, away: slice = away, host: np.ndarray = host) -> None:
+                host[away] = slab[here]
 
-            def down(here: slice = here, there: slice = there, host: np.ndarray = host) -> None:
-                host[there] = slab[here]
+            def up(here: slice = here, away: slice = away, host: np.ndarray = host) -> None:
+                slab[here] = host[away]
 
-            def up(here: slice = here, there: slice = there, host: np.ndarray = host) -> None:
-                slab[here] = host[there]
-
-            if kind == IN and copy.state:
-                lies[name] = _OLD
-                slab[here] = -number
+            if kind == OUT and copy.state:
+                news[copy.offset] = lies[root]
             elif kind == IN:
-                source = next(
-                    o.node.input[0] for o in program.steps if kind_of(o.node) == OUT and o.writes[0] == step.reads[0]
-                )
-                lies[name] = lies[program.root.get(source, source)]
+                lies[name] = _old(copy) if copy.state else lies[_left(made, step.reads[0])]
                 slab[here] = -number  # until it is there
             pending[kind].append((copy.event, down if kind == OUT else up))
             counts[kind] += 1
-            if not late:
+            if kind not in late:
                 finish(copy.event)
         for name in () if kind in (OUT, IN) else roots & place.keys():
             assert (slab[cells(name)] == lies[name]).all(), f"{step.label} reads {name}, which is not there"
@@ -82,6 +98,18 @@ def check_copies(made: SlabLayout, late: bool) -> tuple[int, int]:
                 slab[cells(name)] = lies[name]
     assert not any(pending.values()), "a copy for which nothing waits"
     for copy in made.copies:
-        if copy.state and copy.kind == OUT:
-            assert (hosts[1][copy.offset // _CELL : -(-(copy.offset + copy.nbytes) // _CELL)] > 0).all()
+        if copy.state:
+            assert (hosts[1][there(copy)] == news[copy.offset]).all(), "state that is not renewed"
     return counts[OUT], counts[IN]
+
+
+def _old(copy: Copy) -> int:
+    """Number of the old state at a place of the host."""
+    return -7 - 1000 * copy.offset
+
+
+def _left(made: SlabLayout, token: str) -> str:
+    """The value whose copy to the host makes a token, or the owner of its memory."""
+    steps = made.program.steps
+    name = next(step.node.input[0] for step in steps if kind_of(step.node) == OUT and step.writes[0] == token)
+    return made.program.root.get(name, name)
