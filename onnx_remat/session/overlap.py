@@ -29,7 +29,7 @@ from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
 from onnx_remat.session.copies import Copy, Stated, StateOnHost, handle_of, kind_of, node
 from onnx_remat.session.lean_graph import LeanNode
-from onnx_remat.session.offsets import Offsets, Program
+from onnx_remat.session.offsets import Program
 from onnx_remat.session.slab_layout import SlabLayout
 from onnx_remat.session.step_time import node_seconds
 
@@ -87,7 +87,8 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
     opset = opset_of(made.compiled.graph.model)
     program = offsets.program(steps, tensors, inputs, outputs, made.program.kernels, opset)
     donated = {output: name for output, name in made.offsets.donated.items() if name not in state}
-    laid = replace(offsets.assign(program, donated, least, seconds), not_donated=made.offsets.not_donated)
+    laid = offsets.assign(program, donated, least, seconds)
+    laid = replace(laid, not_donated={**made.offsets.not_donated, **laid.not_donated})
     places, end = {}, 0
     for name, output in state.items():
         places[name] = StateOnHost(output, end)
@@ -146,14 +147,18 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
     took = [0.0 if m else s for m, s in zip(moving, node_seconds(made, stated.costs), strict=True)]
     start = np.concatenate([[0.0], np.cumsum(took)])  # of each node
     last = {name: at for at, step in enumerate(program.steps) if not moving[at] for name in _roots(program, step)}
+    place = {each.name: each.offset for each in made.offsets.placements}
+    maker = {name: at for at, step in enumerate(program.steps) for name in step.writes}
+    renewed = {name: maker[output] for output, name in made.offsets.donated.items()}
 
     free = 0.0
     for home in sorted(homes, key=lambda home: home.down):
-        nbytes = tensors[home.source].nbytes
+        nbytes, root = tensors[home.source].nbytes, program.root.get(home.source, home.source)
         free = max(free, float(start[home.down])) + stated.seconds(nbytes)
-        read = last.get(program.root.get(home.source, home.source), home.down)
-        over = read > home.down and _overwrites(program, made.offsets, read, home.source)
+        read = last.get(root, home.down)
+        over = read > home.down and root in place and place[root] in map(place.get, program.steps[read].writes)
         until = count if home.state else min(up for up, _ in home.ups.values())
+        until = min(until, renewed.get(root, count))  # an input is written over there, and has no other memory
         at = min(max(read if over else read + 1, home.down + 1), until)
         while at < until and start[at] < free and live[at] + nbytes <= stated.live:
             live[at] += nbytes
@@ -178,13 +183,6 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
 
 def _roots(program: Program, step: LeanNode) -> list[str]:
     return [program.root.get(name, name) for name in step.reads]
-
-
-def _overwrites(program: Program, laid: Offsets, at: int, name: str) -> bool:
-    """Does the node at `at` write over a value?"""
-    place = {each.name: each.offset for each in laid.placements}
-    where = place.get(program.root.get(name, name))
-    return where is not None and any(place.get(made) == where for made in program.steps[at].writes)
 
 
 def _with_copies(

@@ -181,6 +181,28 @@ def test_one_value_may_renew_two_states_on_the_host():
     assert check_copies(made) == (2, 2)
 
 
+@pytest.mark.parametrize("live", [1, 10_000_000])
+@pytest.mark.parametrize("bandwidth", [1e6, 1e15])
+def test_a_weight_that_is_copied_is_renewed_in_place_all_the_same(live, bandwidth):
+    """The weights of the last step, for the rate of the next: however long their copy takes, it is done by then."""
+    nodes = [
+        helper.make_node(UP, ["last"], ["there"], name="up"),
+        helper.make_node("Sub", ["w", "there"], ["moved"], name="moved"),
+        helper.make_node(DOWN, ["w"], ["new.last"], name="down"),
+        helper.make_node("ReduceMean", ["moved"], ["rate"], name="rate", keepdims=0),
+        helper.make_node("Tanh", ["g"], ["slope"], name="slope"),
+        helper.make_node("Mul", ["slope", "rate"], ["far"], name="far"),
+        helper.make_node("Sub", ["w", "far"], ["new.w"], name="renew"),
+    ]
+    shapes = {name: [SIZES[0]] for name in ("w", "g", "last")}
+    model = model_of(nodes, shapes, {f"new.{name}": shapes[name] for name in ("w", "last")})
+    Stated(bandwidth, "h100", live).put(model)
+    made = laid(model)
+    assert made.state.keys() == {"last"}
+    assert made.offsets.donated == {"new.w": "w"} and made.offsets.not_donated == {}
+    assert check_copies(made) == (1, 1)
+
+
 @pytest.fixture(scope="module")
 def moved():
     return rewrite_model(
