@@ -43,7 +43,7 @@ class _Home:
 
     Positions are those of the nodes without overlap. `down` is that of the copy to the host, which is done by `gone`;
     `ups` has of each value that comes back the positions of its copy and of its first reader. Of `state`, the name of
-    the step's input, the old value comes before the new one leaves.
+    the step's input, the old value comes before the new one leaves, which takes its place on the host.
     """
 
     source: str
@@ -130,13 +130,10 @@ def _homes(made: SlabLayout) -> tuple[list[_Home], set[int]]:
     for at, step in enumerate(program.steps):
         if step.node.op_type == UP and step.node.input[0] in homes:
             (name,), home = step.writes, homes[step.node.input[0]]
-            home.ups[name] = at, min(readers.get(name, [len(program.steps)]))
+            first = min(readers.get(name, [len(program.steps)]))
+            home.ups[name] = at, min(first, home.down) if home.state else first
             dropped.add(at)
-    found = list({id(home): home for home in homes.values()}.values())
-    late = [home for home in found if home.state and max(first for _, first in home.ups.values()) > home.down]
-    for home in late:  # its old value would be read while the new one is copied over it
-        dropped -= {home.down, *(at for at, _ in home.ups.values())}
-    return [home for home in found if home not in late], dropped
+    return list({id(home): home for home in homes.values()}.values()), dropped
 
 
 def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
@@ -175,7 +172,7 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
     for first, name, home in coming:
         at, nbytes = home.ups[name][0], tensors[name].nbytes
         least = max(latest[name], 0 if home.state else home.gone)
-        while at > least and live[at - 1] + nbytes <= stated.live:
+        while at > first or (at > least and live[at - 1] + nbytes <= stated.live):
             at -= 1
             live[at] += nbytes
         home.ups[name] = at, first

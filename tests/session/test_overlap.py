@@ -203,6 +203,42 @@ def test_a_weight_that_is_copied_is_renewed_in_place_all_the_same(live, bandwidt
     assert check_copies(made) == (1, 1)
 
 
+def heavy_ball():
+    """The weights of the last step: they leave before those are read that come."""
+    return [
+        helper.make_node(DOWN, ["w"], ["new.p"], name="down"),
+        helper.make_node("Tanh", ["g"], ["slope"], name="slope"),
+        helper.make_node(UP, ["p"], ["there"], name="up"),
+        helper.make_node("Sub", ["slope", "there"], ["far"], name="far"),
+        helper.make_node("Sub", ["w", "far"], ["new.w"], name="renew"),
+    ]
+
+
+def swap():
+    """Two states that change places."""
+    return [
+        helper.make_node(UP, ["p"], ["old p"], name="up p"),
+        helper.make_node(UP, ["q"], ["old q"], name="up q"),
+        helper.make_node("Sub", ["w", "old p"], ["closer"], name="closer"),
+        helper.make_node(DOWN, ["old q"], ["new.p"], name="down p"),
+        helper.make_node("Mul", ["closer", "g"], ["new.w"], name="renew"),
+        helper.make_node(DOWN, ["old p"], ["new.q"], name="down q"),
+    ]
+
+
+@pytest.mark.parametrize("live", [1, 10_000_000])
+@pytest.mark.parametrize("nodes", [heavy_ball, swap])
+def test_state_whose_new_value_is_ready_before_the_old_is_read_comes_first(nodes, live):
+    shapes = {name: [SIZES[0]] for name in ("w", "g", "p", *("q" * (nodes is swap)))}
+    model = model_of(nodes(), shapes, {f"new.{name}": shape for name, shape in shapes.items() if name != "g"})
+    Stated(1e10, "h100", live).put(model)
+    made = laid(model)
+    assert made.state.keys() == shapes.keys() - {"w", "g"}
+    assert check_copies(made) == (len(made.state),) * 2
+    assert prediction.footprint(made).inputs == 2 * 4 * SIZES[0]
+    assert made.offsets.donated == {"new.w": "w"}
+
+
 @pytest.fixture(scope="module")
 def moved():
     return rewrite_model(
