@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import onnx
 
 from onnx_remat.fuse import shim
 from onnx_remat.ir.shapes import TAG
+from onnx_remat.ort.kernels.costs import PRESETS
 
 KEY = TAG + "copies"
 """Model metadata: `Stated` as JSON."""
@@ -25,7 +26,7 @@ class Stated:
     bandwidth : float
         Bytes per second of the link to the host, in either direction.
     costs : str
-        Device by whose roofline nodes are timed.
+        Device by whose roofline nodes are timed; "" for the provider's default.
     live : int
         Bytes of the slab that may be live at once where copies run alongside the kernels; 0 where they do not.
     """
@@ -36,14 +37,17 @@ class Stated:
 
     @classmethod
     def of(cls, model: onnx.ModelProto) -> Stated | None:
-        """Return what a file says; None if it says nothing that can be read."""
+        """Return what a file says; None if it says nothing that can be read. A later version may say more."""
         text = next((each.value for each in model.metadata_props if each.key == KEY), "")
         try:
-            found = cls(**json.loads(text))
-        except (ValueError, TypeError):
+            said = json.loads(text)
+            found = cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
+        except (ValueError, TypeError, RecursionError):
             return None
         numbers = all(isinstance(number, int | float) for number in (found.bandwidth, found.live))
-        return found if numbers and found.bandwidth > 0 and isinstance(found.costs, str) else None
+        if not (numbers and found.bandwidth > 0 and isinstance(found.costs, str)):
+            return None
+        return found if found.costs in PRESETS else replace(found, costs="")  # never a path: the file may be anyone's
 
     def put(self, model: onnx.ModelProto) -> None:
         """Write it into a file, in place of what that says."""
