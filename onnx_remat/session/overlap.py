@@ -27,7 +27,7 @@ from onnx_remat.ir.shapes import TAG, Tensor
 from onnx_remat.memory import layout
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
-from onnx_remat.session.copies import Copy, Stated, StateOnHost, handle_of, kind_of, node
+from onnx_remat.session.copies import KEY, Copy, Stated, StateOnHost, handle_of, kind_of, node
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Program
 from onnx_remat.session.slab_layout import SlabLayout
@@ -95,6 +95,19 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
         end += -(-tensors[output].nbytes // _ALIGNMENT) * _ALIGNMENT
     placed = (replace(copy, offset=places[name].offset, state=True) if name else copy for name, copy in copies)
     return replace(made, program=program, offsets=laid, copies=tuple(placed), pinned=pinned, state=places)
+
+
+def why_in_turn(made: SlabLayout) -> str:
+    """Return why copies that a file plans alongside the kernels run in turn with them; empty where none do."""
+    moving = any(step.node.op_type in (DOWN, UP) for step in made.program.steps)
+    if made.copies or not moving or made.compiled.kernels.device == "cpu":
+        return ""
+    model = made.compiled.graph.model
+    stated = Stated.of(model)
+    if stated is None:
+        said = any(each.key == KEY for each in model.metadata_props)
+        return f"the file's metadata {KEY!r} cannot be read: rewrite the original again" if said else ""
+    return (made.fused.why_not or "onnxruntime would run them in another order") if stated.live else ""
 
 
 def _homes(made: SlabLayout) -> tuple[list[_Home], set[int]]:

@@ -152,6 +152,8 @@ class SessionPlan:
         An input that a kernel of a device reads in host memory, empty if there is none.
     books : int
         Bytes of ONNX Runtime's bookkeeping, as predicted; 0 on a device.
+    in_turn : str
+        Why copies to the host run in turn with the kernels, see `overlap.why_in_turn`.
     fused : Fused
     """
 
@@ -174,6 +176,7 @@ class SessionPlan:
     state_on_host: Mapping[str, int]
     read_on_host: str
     books: int
+    in_turn: str
     fused: Fused
 
 
@@ -373,7 +376,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
     from onnx_remat.fuse import products
     from onnx_remat.ir.op_semantics import semantics
     from onnx_remat.ort import runtime
-    from onnx_remat.session import lean_graph, offsets, replay
+    from onnx_remat.session import lean_graph, offsets, overlap, replay
 
     made = arrange(step, target, request)
     program, bound, model = made.program, made.offsets, made.compiled.graph.model
@@ -408,6 +411,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         on_host=offsets.kept_on_host(program),
         read_on_host=_read_on_host(program),
         books=bookkeeping(made),
+        in_turn=overlap.why_in_turn(made) if request.secret else "",
         fused=made.fused,
     )  # fmt: skip
 

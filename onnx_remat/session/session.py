@@ -156,6 +156,8 @@ class Session:
             self._lacking = self._step.fused.why_not or lacking
             if self._lacking and (lacking == self._lacking or self._lacking.startswith(driver.FAILS)):
                 warnings.warn(f"steps run unfused, which takes longer: {self._lacking}", stacklevel=2)
+            if why := self._step.in_turn:
+                warnings.warn(f"copies to the host run in turn with kernels, maybe above budget: {why}", stacklevel=2)
             self._loose = _loose(self._step)
             self._formals = {array.name: array for array in self._step.inputs}
             self._views: Arrays = {}

@@ -106,6 +106,23 @@ def test_a_file_that_says_nothing_of_its_copies_runs_them_with_the_kernels(text)
     assert sum(step.node.op_type in (DOWN, UP) for step in made.program.steps) == 12
 
 
+def test_why_copies_run_in_turn_is_known():
+    made, in_turn = laid(there_and_back(1)), prediction.without_overlap(executed(there_and_back(1)))
+    assert overlap.why_in_turn(made) == overlap.why_in_turn(laid(there_and_back(0))) == ""
+    assert "another order" in overlap.why_in_turn(in_turn)
+    refused = replace(in_turn, fused=replace(in_turn.fused, why_not="it is refused"))
+    assert overlap.why_in_turn(refused) == "it is refused"
+
+
+@on_fake_device
+def test_a_session_warns_of_copies_that_run_in_turn(tmp_path):
+    model = there_and_back(1)
+    model.metadata_props[0].value = "{"
+    onnx.save(model, tmp_path / "step.onnx")
+    (found,) = here.ask("tests.support.fake_cuda.session", {"path": str(tmp_path / "step.onnx"), "limits": [0]})
+    assert "cannot be read: rewrite the original again" in found["warned"][-1]
+
+
 def test_a_file_that_says_more_than_is_known_is_read_as_far_as_it_is(tmp_path):
     """Written by a later version, for a device that this one does not know; it names no file that would be opened."""
     model, plain = there_and_back(1), laid(there_and_back(1))
