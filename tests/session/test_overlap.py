@@ -328,6 +328,14 @@ def test_numbers_of_state_on_the_host_are_those_on_a_device(late, live, tmp_path
 
 
 @on_fake_device
+def test_state_that_is_copied_in_turn_is_in_no_graph(tmp_path):
+    onnx.save(state_on_host(0), tmp_path / "step.onnx")
+    job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "graph": True}
+    (found,) = here.ask("tests.support.fake_cuda.session", job)
+    assert found["error"].startswith("cuda_graph: input 'm") and "is read in host memory" in found["error"]
+
+
+@on_fake_device
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_path):
     moved.save(tmp_path / "moved.onnx")

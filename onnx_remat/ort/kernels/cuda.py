@@ -60,6 +60,7 @@ _HOST_INPUTS: Final[dict[OpKey, tuple[int, ...]]] = {
     (_ONNX, "Slice"): (1, 2, 3, 4),
     (_ONNX, "If"): (0,),
     (_ONNX, "Loop"): (0, 1),
+    (_ONNX, "MemcpyFromHost"): (0,),
 }
 
 _HALF: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16})
