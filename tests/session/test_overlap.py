@@ -25,6 +25,7 @@ from tests.support.graphs import mlp, model_of
 
 pytestmark = pytest.mark.skipif(bool(fusing.why_not("cuda")), reason=fusing.why_not("cuda"))
 on_fake_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
+OUT_LATE, IN_LATE = 1, 2  # directions of the fake device that copy as late as anything waits for them
 SIZES = [100_000 + 1000 * i for i in range(6)]
 
 
@@ -291,9 +292,11 @@ def test_without_kernels_of_ours_copies_run_with_the_others(moved):
     assert not made.copies
 
 
+LATE = [(1, 0), (1, OUT_LATE + IN_LATE), (1_300_000, OUT_LATE), (1_300_000, IN_LATE)]
+
+
 @on_fake_device
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("live", [1, 1_300_000])
+@pytest.mark.parametrize(("live", "late"), LATE)
 def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
     model = there_and_back(live)
     onnx.save(model, tmp_path / "step.onnx")
@@ -310,12 +313,12 @@ def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
 
 
 @on_fake_device
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("live", [1, 1_300_000])
+@pytest.mark.parametrize(("live", "late"), LATE)
 def test_numbers_of_state_on_the_host_are_those_on_a_device(late, live, tmp_path):
     onnx.save(state_on_host(live), tmp_path / "step.onnx")
     job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "numbers": True}
     (found,) = here.ask("tests.support.fake_cuda.session", job, late=late)
+    assert "outputs" in found, found
     rng = np.random.default_rng(0)
     drawn = {f"{letter}{i}": rng.random(size).astype(np.float32) for letter in "wm" for i, size in enumerate(SIZES)}
     for i in range(6):

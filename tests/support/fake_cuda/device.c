@@ -13,7 +13,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { NO_ERROR = 0, OUT_OF_MEMORY = 2, NOT_WHILE_CAPTURING = 900 };
+enum { NO_ERROR = 0, OUT_OF_MEMORY = 2, NOT_WHILE_CAPTURING = 900, UNJOINED = 904, NOT_BEHIND_KERNELS = 999 };
 enum { COPY_HOST, COPY_UP, COPY_DOWN, COPY_DEVICE, COPY_ASK }; /* cudaMemcpyKind */
 
 /* ---- Books, which device.py reads; settings, which it writes ---------------------------------------------------- */
@@ -147,14 +147,18 @@ static void record_copy(const void *to, const void *from, size_t size, int kind)
 }
 
 /* Kernels are computed when they are launched. What is asked of a stream for copies, one that cudaStreamCreateWithPriority
- * made, is done at once, or with `fake_late` only when something waits for it: what holds in both holds in between. */
+ * made, is done at once, or if it is late only when something waits for it: what holds in both holds in between. `fake_late`
+ * has a bit for each of two directions, whose streams are made in turn. A copy fails that does not wait for all kernels
+ * launched before it, and so does a capture that ends with copies for which the kernels' stream has not waited. */
 typedef struct Task Task;
 typedef struct {
   Task *first, **last;
+  int late, open; /* are there copies for which the kernels' stream has not waited? */
+  int64_t copied, behind; /* number of the last copy, and of the kernels that it waits for */
 } Side;
 typedef struct {
-  Side *side; /* where it is recorded and not yet passed; NULL: it is passed */
-  int64_t number;
+  Side *side, *of; /* where it is recorded and not yet passed, NULL: it is passed; where it is recorded */
+  int64_t number, launches;
 } Mark;
 struct Task {
   Task *next;
@@ -168,6 +172,7 @@ struct Task {
 int64_t fake_late;
 static Side *sides[256];
 static int side_count;
+static int64_t numbers;
 
 static Side *side_of(void *stream) {
   for (int i = 0; i < side_count; i++)
@@ -177,6 +182,7 @@ static Side *side_of(void *stream) {
 int cudaStreamCreateWithPriority(void **out, unsigned flags, int priority) {
   Side *made = calloc(1, sizeof *made);
   made->last = &made->first;
+  made->late = fake_late >> side_count % 2 & 1;
   if (side_count == 256) return 1;
   *out = sides[side_count++] = made;
   return NO_ERROR;
@@ -203,26 +209,35 @@ static void later(Side *side, Task task) {
   *made = task;
   *side->last = made;
   side->last = &made->next;
-  if (!fake_late) catch_up(side, NULL);
+  if (!side->late) catch_up(side, NULL);
 }
 int cudaEventRecord(Mark *mark, void *stream) {
-  static int64_t numbers;
   Side *side = side_of(stream);
-  mark->side = side;
+  mark->side = mark->of = side;
   mark->number = ++numbers;
+  mark->launches = fake_launches;
   record(side ? 'E' : 'e', 0, mark);
   if (side) later(side, (Task){.mark = mark, .number = mark->number});
   return NO_ERROR;
 }
 int cudaStreamWaitEvent(void *stream, Mark *mark, unsigned flags) {
-  record(side_of(stream) ? 'Q' : 'q', 0, mark);
+  Side *side = side_of(stream);
+  record(side ? 'Q' : 'q', 0, mark);
+  if (side) side->behind = mark->launches;
+  else if (mark->of && mark->number > mark->of->copied) mark->of->open = 0;
   if (mark->side) catch_up(mark->side, mark); /* a stream for copies waits for none but kernels, which are computed */
   return NO_ERROR;
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   Side *side = side_of(stream);
-  if (side) later(side, (Task){.to = to, .from = from, .size = size, .kind = kind});
-  else do_copy(to, from, size, kind);
+  if (!side) {
+    do_copy(to, from, size, kind);
+    return NO_ERROR;
+  }
+  if (side->behind != fake_launches) return NOT_BEHIND_KERNELS;
+  side->copied = ++numbers;
+  side->open = 1;
+  later(side, (Task){.to = to, .from = from, .size = size, .kind = kind});
   return NO_ERROR;
 }
 int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return cudaMemcpyAsync(to, from, size, kind, NULL); }
@@ -257,6 +272,8 @@ int cudaEventElapsedTime(float *ms, void *from, void *to) { *ms = 1; return NO_E
 int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return NO_ERROR; }
 int cudaStreamEndCapture(void *stream, void **graph) {
   capturing = 0;
+  for (int i = 0; i < side_count; i++)
+    if (sides[i]->open) return UNJOINED;
   fake_captures++;
   *graph = calloc(1, 64);
   return NO_ERROR;
