@@ -98,7 +98,7 @@ class Copy:
         """Return the arguments of ``fused_add`` of ``shim.c``."""
         inputs = [] if self.read is None else [(self.read[0], math.prod(self.read[1]))]
         made, axes = self.made
-        elements = max([math.prod(axes), *(count for _, count in inputs)])
+        elements = max([1, math.prod(axes), *(count for _, count in inputs)])
         flat = [number for each in inputs for number in each]
         return [shim.COPIES, elements, 1, len(inputs), 1, *flat, made, len(axes), *axes]
 

@@ -268,6 +268,24 @@ def test_state_whose_new_value_is_ready_before_the_old_is_read_comes_first(nodes
     assert made.offsets.donated == {"new.w": "w"}
 
 
+def test_an_empty_value_moves_like_any_other(tmp_path):
+    """As with an open size of 0."""
+    nodes = [
+        helper.make_node("Tanh", ["w"], ["h"], name="h"),
+        helper.make_node(DOWN, ["h"], ["home"], name="down"),
+        helper.make_node("Exp", ["w"], ["e"], name="e"),
+        helper.make_node(UP, ["home"], ["back"], name="up"),
+        helper.make_node("Mul", ["back", "e"], ["new.w"], name="mul"),
+    ]
+    model = model_of(nodes, {"w": [0, 4]}, {"new.w": [0, 4]})
+    Stated(1e10, "h100", 1).put(model)
+    made, path = laid(model), tmp_path / "kernels"
+    assert len(made.copies) == 4
+    fusing.compile_to_file(made.kernels, 1, path, made.copies, made.pinned)
+    with fusing.offered(path, runs=False):
+        pass
+
+
 @pytest.fixture(scope="module")
 def moved():
     return rewrite_model(
