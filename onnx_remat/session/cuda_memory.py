@@ -20,9 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import ModelError
+from onnx_remat.messages import Message, Setting
 from onnx_remat.units import format_bytes
 
 _UP, _DOWN, _WITHIN = 1, 2, 3  # cudaMemcpyKind
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
 _DEVICE = 0  # on which sessions run
 
 
@@ -63,7 +65,7 @@ class Block:
 
 
 class HostBlock:
-    """Zero-initialised bytes of the host that a device can copy from; freed when the object is no longer referenced.
+    """Zero-initialised bytes for a step's state on the host; freed when the object is no longer referenced.
 
     Parameters
     ----------
@@ -82,25 +84,26 @@ class HostBlock:
 
     def __init__(self, nbytes: int) -> None:
         with runtime() as cuda:
-            self.address = pinned(cuda, nbytes)
+            self.address = pinned(cuda, nbytes, Message("plan without {}", Setting("offload_state", True)))
             weakref.finalize(self, cuda.cudaFreeHost, ctypes.c_void_p(self.address)).atexit = False
         ctypes.memset(self.address, 0, nbytes)
 
 
-def pinned(cuda: Any, nbytes: int) -> int:
+def pinned(cuda: Any, nbytes: int, advice: Message) -> int:
     """Return the address of bytes of the host that a device can copy from, which ``cudaFreeHost`` frees.
 
     Raises
     ------
     ModelError
-        The host has too little memory of this kind.
+        The host has too little memory of this kind, and `advice` says how to plan; or another reason.
     """
     found = ctypes.c_void_p()
-    if cuda.cudaHostAlloc(ctypes.byref(found), ctypes.c_size_t(max(nbytes, 1)), ctypes.c_uint(0)):
+    status = cuda.cudaHostAlloc(ctypes.byref(found), ctypes.c_size_t(max(nbytes, 1)), ctypes.c_uint(0))
+    if status:
         cuda.cudaGetLastError()  # which later calls would report
-        raise ModelError(
-            f"the host has no {format_bytes(nbytes)} of memory for what is moved there: plan with a larger budget"
-        )
+    if status == _NO_MEMORY:
+        raise ModelError("the host has no {} of memory for what is moved there: {}", format_bytes(nbytes), advice)
+    check(status, f"get {nbytes} bytes of the host")
     return int(found.value or 0)
 
 

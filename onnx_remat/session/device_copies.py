@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnx_remat.fuse import shim
+from onnx_remat.messages import Message, Setting
 from onnx_remat.session.cuda_memory import check, pinned, runtime
 
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: it does not wait for the default stream
@@ -35,7 +36,7 @@ def enable(secret: int, first: int, copies: Sequence[Mapping[str, Any]], nbytes:
     with runtime() as cuda:
         names = "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"
         functions = [_address(getattr(cuda, name)) for name in names]
-        host = pinned(cuda, nbytes)
+        host = pinned(cuda, nbytes, Message("plan with a larger {}", Setting("budget")))
         shim.give(secret, host, _address(cuda.cudaFreeHost))
         streams = {kind: _stream(cuda, secret) for kind in (shim.OUT, shim.IN)}
         done: dict[int, int] = {}

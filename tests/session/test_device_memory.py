@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tracemalloc
 import weakref
 
@@ -10,7 +11,7 @@ import pytest
 from onnx import helper
 
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.session import cuda_memory, on_device
+from onnx_remat.session import cuda_memory, device_copies, on_device
 from onnx_remat.session.training import Loop
 from tests.support.graphs import model_of
 from tests.support.host_as_device import MOST, DeviceSession, Held, Runtime
@@ -206,6 +207,20 @@ def test_a_limit_below_slab_and_inputs_is_named_as_a_setting(session):
     with pytest.raises(UsageError, match=r"memory_limit=10 is below the \d+ bytes of .*: raise it") as caught:
         on_device.scratch_limit(session._step, 10)
     assert caught.value.settings == {"memory_limit": 10}
+
+
+def test_advice_on_a_full_host_fits_what_is_to_lie_there(runtime, monkeypatch):
+    monkeypatch.setattr(runtime, "cudaGetLastError", lambda: 0, raising=False)
+    monkeypatch.setattr(runtime, "cudaHostAlloc", lambda *_: 2, raising=False)
+    with pytest.raises(ModelError, match=r"no 1\.0 MB of memory for what is moved there: plan without offload_state="):
+        cuda_memory.HostBlock(1 << 20)
+    for name in ("cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"):
+        monkeypatch.setattr(runtime, name, ctypes.pythonapi.Py_GetVersion, raising=False)
+    with pytest.raises(ModelError, match="for what is moved there: plan with a larger budget="):
+        device_copies.enable(1, 0, [], 1 << 20)
+    monkeypatch.setattr(runtime, "cudaHostAlloc", lambda *_: 46)
+    with pytest.raises(ModelError, match="the CUDA device could not get 8 bytes of the host"):
+        cuda_memory.HostBlock(8)
 
 
 MAPS = """\
