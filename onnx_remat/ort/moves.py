@@ -38,7 +38,9 @@ DOWN, UP = "MemcpyToHost", "MemcpyFromHost"
 LEAST = 1 << 16
 """Bytes of the smallest values that are moved: a smaller copy takes as long to start as to transfer."""
 
-_START_SECONDS = 2 * 10e-6  # to start two copies and wait for one
+START_SECONDS = 10e-6
+"""To start a copy."""
+
 _NEAR_PEAK = 0.97  # of the peak: values live across steps above it are worth moving
 
 
@@ -51,7 +53,7 @@ class Link:
 
     def seconds(self, nbytes: int) -> float:
         """Return the time by which a step grows that copies a value to the host and back."""
-        return self.waited * (2 * nbytes / self.bandwidth + _START_SECONDS)
+        return self.waited * (2 * nbytes / self.bandwidth + 2 * START_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

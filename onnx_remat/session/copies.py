@@ -12,6 +12,7 @@ import onnx
 from onnx_remat.fuse import shim
 from onnx_remat.ir.shapes import TAG
 from onnx_remat.ort.kernels.costs import PRESETS
+from onnx_remat.ort.moves import START_SECONDS
 
 KEY = TAG + "copies"
 """Model metadata: `Stated` as JSON."""
@@ -60,10 +61,6 @@ class Stated:
     def seconds(self, nbytes: int) -> float:
         """Return the time of a copy in one direction."""
         return nbytes / self.bandwidth + START_SECONDS
-
-
-START_SECONDS = 10e-6
-"""To start a copy."""
 
 
 @dataclass(frozen=True, slots=True)
