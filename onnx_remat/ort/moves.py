@@ -233,8 +233,12 @@ def _without_unread(problem: Problem, order: Sequence[int]) -> list[int]:
 
 
 def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
-    """Return the values that may be moved: single outputs of ops, of at least `least` bytes, that own their memory."""
+    """Return the values that may be moved: single outputs of ops, of at least `least` bytes, that own their memory.
+
+    New state that lives on the host is none of them: ONNX Runtime would merge its two copies to the host.
+    """
     graph, problem, tensors = compiled.graph, compiled.problem, compiled.tensors
+    leaving = {op.inputs[0] for op in graph.ops if op.node.op_type == DOWN}
     found = []
     for op in graph.ops:
         name = op.outputs[0] if len(op.writes) == 1 else ""
@@ -244,6 +248,7 @@ def movable(compiled: Compiled, least: int = LEAST) -> list[str]:
             and op.node.op_type not in (DOWN, UP)
             and op.node.op_type != "Transpose"  # ONNX Runtime may merge it into its readers
             and not graph.values[name].is_output
+            and name not in leaving
             and problem.alias_slot[problem.out_ptr[op.index]] < 0
             and not compiled.table.foldable[op.index]
             and tensors[name].nbytes >= least
