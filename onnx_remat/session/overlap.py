@@ -99,9 +99,11 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
 
 def why_in_turn(made: SlabLayout) -> str:
     """Return why copies that a file plans alongside the kernels run in turn with them; empty where none do."""
-    moving = any(step.node.op_type in (DOWN, UP) for step in made.program.steps)
-    if made.copies or not moving or made.compiled.kernels.device == "cpu":
+    moving = next((step for step in made.program.steps if step.node.op_type in (DOWN, UP)), None)
+    if moving is None or made.compiled.kernels.device == "cpu":
         return ""
+    if made.copies:
+        return f"what node {moving.label!r} copies is also an output, or other nodes read it on the host"
     model = made.compiled.graph.model
     stated = Stated.of(model)
     if stated is None:
