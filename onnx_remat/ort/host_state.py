@@ -136,13 +136,15 @@ def when_due(compiled: Compiled, order: Sequence[int]) -> list[int]:
         return list(order)
     maker = problem.producer()
     up = {problem.outputs(op)[0]: op for op in ours if graph.ops[op].node.op_type == UP}
-    down = {int(maker[problem.inputs(op)[0]]): op for op in ours if graph.ops[op].node.op_type == DOWN}
+    down: dict[int, list[int]] = {}  # a node may make several
+    for op in sorted(ours):
+        if graph.ops[op].node.op_type == DOWN:
+            down.setdefault(int(maker[problem.inputs(op)[0]]), []).append(op)
     found: list[int] = []
     for op in order:
         if op in ours:
             continue
         found += [up.pop(value) for value in problem.inputs(op) if value in up]
         found.append(op)
-        if op in down:
-            found.append(down.pop(op))
+        found += down.pop(op, [])
     return found

@@ -1,0 +1,35 @@
+"""State that lies on the host between steps: which that is, and the order in which it comes and leaves."""
+
+from __future__ import annotations
+
+from onnx_remat.ir import model_io
+from onnx_remat.ort.host_state import movable_state, when_due, with_state_on_host
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Compiled, Preparation, prepare
+from tests.support.updated import MAKE, labelled, updated
+
+ON_CUDA = Preparation(kernels_of("cuda"))
+
+
+def moved_of(model) -> Compiled:
+    """Compile a step with its state on the host."""
+    return prepare(with_state_on_host(model_io.load(model), movable_state(prepare(model, ON_CUDA))).model, ON_CUDA)
+
+
+def joined_moments(i):
+    return labelled([
+        MAKE("Mul", [f"dw{i}", f"dw{i}"], [f"dd{i}"]), MAKE("Concat", [f"m{i}", f"v{i}"], [f"mv{i}"], axis=0),
+        MAKE("Concat", [f"dw{i}", f"dd{i}"], [f"both{i}"], axis=0), MAKE("Mul", [f"mv{i}", "keep"], [f"k{i}"]),
+        MAKE("Add", [f"k{i}", f"both{i}"], [f"sum{i}"]),
+        MAKE("Split", [f"sum{i}"], [f"new.m{i}", f"new.v{i}"], axis=0, num_outputs=2),
+        MAKE("Mul", [f"new.m{i}", f"new.v{i}"], [f"d{i}"]), MAKE("Sub", [f"w{i}", f"d{i}"], [f"new.w{i}"]),
+    ])  # fmt: skip
+
+
+def test_all_state_that_one_node_makes_leaves_when_it_is_made():
+    compiled = moved_of(updated(joined_moments, "mv", layers=1))
+    order = when_due(compiled, compiled.default_order().order)
+    assert sorted(order) == list(range(compiled.problem.n_ops))
+    kinds = [compiled.graph.ops[op].node.op_type for op in order]
+    at = kinds.index("Split")
+    assert kinds[at : at + 3] == ["Split", "MemcpyToHost", "MemcpyToHost"]
