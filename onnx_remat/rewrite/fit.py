@@ -31,6 +31,7 @@ from onnx_remat.rewrite.plans import (
     Plan,
     Refusal,
     TooLittleTime,
+    as_it_is,
     first_look,
     make_plan,
     no_look,
@@ -178,6 +179,13 @@ def fit_once(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitt
                 continue
         break
     return _written_and_simulated(plan, goal, target, work, direct)
+
+
+def fit_as_it_is(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
+    """Return the file of the model without any recompute, whatever it takes."""
+    plan = as_it_is(goal)
+    _, made = _written_and_simulated(plan, goal, plan.timeline.peak, work, Direct.of(goal.memory.compiled))
+    return replace(made, executed=_at_other_levels(made, work, seconds_per_file))
 
 
 def for_budget(made: Fitted, allowed: int) -> Fitted:

@@ -22,7 +22,7 @@ from onnx_remat.ort.moves import Link, adjoined, carried, movable, moved, split,
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
-from onnx_remat.rewrite.fit import Fitted, Work, fit, for_budget
+from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_as_it_is, for_budget
 from onnx_remat.rewrite.plans import TooLittleTime, make_plan
 from onnx_remat.session import prediction
 from onnx_remat.session.offsets import least
@@ -118,6 +118,11 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         assert refusal is not None
         raise refusal
     return min(found_or_given, key=Fitted.preference)
+
+
+def fit_unplanned(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
+    """Return the file of the model as it is, but with its state on the host, whatever it takes."""
+    return _overlapped(fit_as_it_is(goal, work, seconds_per_file), goal)
 
 
 def _with_state_alone(goal: Goal, work: Work, seconds_per_file: float, rival: Fitted | None) -> Fitted:

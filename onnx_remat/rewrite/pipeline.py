@@ -33,7 +33,7 @@ from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget, metadata_of
 from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rewritten_before, rounding, unseen, warnings
-from onnx_remat.rewrite.offload import fit_once_with_moves, fit_with_moves
+from onnx_remat.rewrite.offload import fit_once_with_moves, fit_unplanned, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
@@ -229,10 +229,14 @@ def _rewrite(
     try:
         fitted = within(job.goal, rival)
     except Refusal as refusal:
-        budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
-        named = refusal.naming(budget, memory.covered)
-        named.cut_short = job.deadline.cut_short and not refusal.proved
-        raise named from None
+        plain = fit_unplanned(job.goal, work, original.seconds_per_file) if options.offload_state else None
+        taken = plain.footprint.total if plain and plain.footprint else memory.covered
+        if plain is None or taken > job.goal.allowed:
+            budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
+            named = refusal.naming(budget, taken)
+            named.cut_short = job.deadline.cut_short and not refusal.proved
+            raise named from None
+        fitted = plain  # like the original, it needs no margin
     job.wait_for(warmup, REPORTER)
     written, final = fitted.written, list(fitted.executed.values())[-1]
     with job.clock.stage("verify"):

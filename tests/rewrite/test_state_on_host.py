@@ -6,8 +6,8 @@ import onnx
 import pytest
 
 from onnx_remat import rewrite_model
-from onnx_remat.errors import UsageError
 from onnx_remat.ir.model_io import Source
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.measure import verify
 from onnx_remat.options import parse_options
 from onnx_remat.ort.executed import as_executed
@@ -20,6 +20,7 @@ from tests.support.adam import adam
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
 from tests.support.graphs import mlp
+from tests.support.updated import momentum, updated
 
 pytestmark = pytest.mark.skipif(bool(fusing.why_not("cuda")), reason=fusing.why_not("cuda"))
 DEVICE = {"provider": "cuda", "run_by": "loop", "effort": 0.5, "verify": "none"}
@@ -92,6 +93,17 @@ def test_values_can_be_moved_as_well():
     report = result.report
     assert report.loop_after.total <= report.budget and report.loop_after.state_on_host
     assert report.moved is not None and report.loop_after.on_host > report.loop_after.state_on_host
+
+
+def test_what_the_step_takes_with_its_state_on_the_host_can_be_asked_for():
+    """The memory of an update of one large weight is that of its own state: there is no room for a margin."""
+    model = updated(momentum, "m", layers=1, batch=2, width=512)
+    report = rewrite_model(model, "100%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE).report
+    assert report.recomputed == 0 and report.loop_after.state_on_host == 4 * 512 * 512
+    assert report.covered_after <= report.budget
+    with pytest.raises(BudgetInfeasibleError) as refused:
+        rewrite_model(model, "99%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
+    assert refused.value.settings["budget"] == report.covered_after
 
 
 def test_a_step_without_such_state_is_refused():
