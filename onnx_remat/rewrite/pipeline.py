@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,12 +14,13 @@ import numpy as np
 import onnx
 
 from onnx_remat import files
-from onnx_remat.errors import UsageError
+from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.ir import model_io, phases
 from onnx_remat.ir.body import into_body
 from onnx_remat.measure import verify
 from onnx_remat.measure.processes import beyond_tensors
 from onnx_remat.memory.problem import Floats
+from onnx_remat.messages import Message, Setting
 from onnx_remat.options import Options, PlanningOptions
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.moves import Moved, moved
@@ -38,7 +40,7 @@ from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.prediction import Footprint
-from onnx_remat.units import Budget, parse_budget
+from onnx_remat.units import Budget, format_bytes, parse_budget
 from onnx_remat.write.decided import Rewritten, recorded
 
 
@@ -191,7 +193,25 @@ def _rewrite_to(budget: Budget, original: Original, deadline: Deadline, warmup: 
         found = least_budget(original, slower, deadline, lambda job: _tried(job, warmup))
         budget, rival = Budget(bytes=found.nbytes), found.made and for_budget(found.made, found.nbytes)
         original = replace(original, seconds={**original.seconds, "budget": time.monotonic() - began})
-    return _rewrite(original.job(budget, deadline), warmup, advise, rival, slower)
+    result = _rewrite(original.job(budget, deadline), warmup, advise, rival, slower)
+    extra = result.report.extra_time() or 0.0
+    if slower is not None and extra > slower and original.options.offload_state:  # there the original is no answer
+        raise _too_slow(original, slower, extra, result.report)
+    return result
+
+
+def _too_slow(original: Original, slower: float, extra: float, report: Report) -> BudgetInfeasibleError:
+    refusal = BudgetInfeasibleError(
+        Message(
+            "no budget up to {} was found for which a step takes at most {:g}% more time: with its state on the host "
+            "it takes {:.1f}% more for {}; try {}, or leave out {}",
+            format_bytes(original.taken), 100 * slower, 100 * extra, format_bytes(report.covered_after),
+            Setting("budget", f"+{math.ceil(100 * extra)}%"), Setting("offload_state", True),
+        ),
+        report.covered_after, report.lower_bound,
+    )  # fmt: skip
+    refusal.cut_short = report.cut_short
+    return refusal
 
 
 def _work(job: Job) -> Work:

@@ -16,6 +16,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import movable
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import fusing, prediction
+from onnx_remat.units import parse_budget
 from tests.support.adam import adam
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
@@ -104,6 +105,17 @@ def test_what_the_step_takes_with_its_state_on_the_host_can_be_asked_for():
     with pytest.raises(BudgetInfeasibleError) as refused:
         rewrite_model(model, "99%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
     assert refused.value.settings["budget"] == report.covered_after
+
+
+def test_a_limit_on_time_that_no_budget_keeps_is_refused():
+    """The model as it is, the answer elsewhere, has its state on the device."""
+    model = updated(momentum, "m")
+    given = DEVICE | {"offload_state": True, "host_bandwidth": "100MB", "costs": "t4", "effort": 0.1}
+    with pytest.raises(BudgetInfeasibleError, match=r"at most 5% more time.*leave out offload_state=True") as refused:
+        rewrite_model(model, "+5%", **given)
+    advised = refused.value.settings["budget"]
+    report = rewrite_model(model, advised, **given).report
+    assert 0.05 < report.extra_time() <= parse_budget(advised).slower
 
 
 def test_a_step_without_such_state_is_refused():
