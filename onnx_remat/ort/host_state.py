@@ -35,7 +35,8 @@ from onnx_remat.ort.prepare import Compiled
 def movable_state(compiled: Compiled) -> dict[str, str]:
     """Return the inputs that only their own update reads, of at least `LEAST` bytes, and the output that renews each.
 
-    They are an optimizer's moments, but no weights. A step's other outputs do not depend on them.
+    They are an optimizer's moments, but no weights. A step's other outputs do not depend on them. State that is on the
+    host already is left out.
     """
     graph, phase = compiled.graph, compiled.problem.phase
     model = graph.model.graph
@@ -59,6 +60,7 @@ def movable_state(compiled: Compiled) -> dict[str, str]:
             and name not in captured
             and output not in captured
             and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
+            and not any(copies_state(compiled, graph.ops[op]) for op in readers)
         ):
             found[name] = output
     return found

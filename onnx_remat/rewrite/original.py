@@ -18,7 +18,7 @@ from onnx_remat.ir.state import with_state
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
-from onnx_remat.ort.host_state import counted, movable_state, with_state_on_host
+from onnx_remat.ort.host_state import copies_state, counted, movable_state, with_state_on_host
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, simulated_levels
@@ -169,8 +169,9 @@ def _with_state_on_host(
     """Return a step as it is, to be planned with its state on the host."""
     state = movable_state(compiled)
     if not state:
-        given = Setting("offload_state", True)
-        raise UsageError("{}: no input is read by its own update alone, as moments are: leave this out", given)
+        already = any(copies_state(compiled, op) for op in compiled.graph.ops)
+        why = "state is on the host already" if already else "no input is read by its own update alone, as moments are"
+        raise UsageError("{}: {}: leave this out", Setting("offload_state", True), why)
     footprint = _predicted(executed, source.model, options)
     with clock.stage("load"):
         moved = with_state_on_host(source, state)

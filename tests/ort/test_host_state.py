@@ -6,7 +6,7 @@ from onnx_remat.ir import model_io
 from onnx_remat.ort.host_state import movable_state, when_due, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
-from tests.support.updated import MAKE, labelled, updated
+from tests.support.updated import MAKE, labelled, momentum, updated
 
 ON_CUDA = Preparation(kernels_of("cuda"))
 
@@ -33,3 +33,7 @@ def test_all_state_that_one_node_makes_leaves_when_it_is_made():
     kinds = [compiled.graph.ops[op].node.op_type for op in order]
     at = kinds.index("Split")
     assert kinds[at : at + 3] == ["Split", "MemcpyToHost", "MemcpyToHost"]
+
+
+def test_state_on_the_host_is_not_moved_there_again():
+    assert movable_state(moved_of(updated(momentum, "m", layers=1))) == {}

@@ -123,6 +123,12 @@ def test_a_step_without_such_state_is_refused():
         rewrite_model(mlp(layers=4, batch=4096, width=64), "60%", offload_state=True, **DEVICE)
 
 
+def test_a_step_with_its_state_on_the_host_is_refused(rewritten):
+    _, result = rewritten
+    with pytest.raises(UsageError, match="state is on the host already: leave this out"):
+        rewrite_model(result.model, "90%", offload_state=True, costs="t4", **DEVICE)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
