@@ -20,7 +20,7 @@ _FORWARD_ONLY = (
     "the graph has no backward section: it was planned as an inference graph; python -m onnx_remat.converters.autodiff "
     "makes a training graph of it"
 )
-_UPDATES = ("Add", "Sub", "Mul", "Div", "Sum")
+_UPDATES = ("Add", "Sub", "Mul", "Div", "Sum", "Cast")  # state in half precision is cast first
 
 
 def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) -> list[int]:

@@ -19,13 +19,14 @@ from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
 from onnx_remat.ort.host_state import copies_state, counted, movable_state, with_state_on_host
+from onnx_remat.ort.moves import LEAST
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, simulated_levels
 from onnx_remat.rewrite.first_use import SIMULATOR, FirstUse
 from onnx_remat.session.plan_session import check_openable
 from onnx_remat.session.prediction import Footprint, predict
-from onnx_remat.units import Budget
+from onnx_remat.units import Budget, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ def _with_state_on_host(
     state = movable_state(compiled)
     if not state:
         already = any(copies_state(compiled, op) for op in compiled.graph.ops)
-        why = "state is on the host already" if already else "no input is read by its own update alone, as moments are"
+        alone = f"no input of at least {format_bytes(LEAST)} is read by its own update alone, as moments are"
+        why = "state is on the host already" if already else alone
         raise UsageError("{}: {}: leave this out", Setting("offload_state", True), why)
     footprint = _predicted(executed, source.model, options)
     with clock.stage("load"):

@@ -64,6 +64,20 @@ def test_an_op_of_another_domain_may_leave_its_first_output_out():
     assert phase_by_label(model)["add"] == BACKWARD
 
 
+def test_structure_follows_updates_with_state_in_half_precision():
+    nodes = [
+        make("MatMul", ["x", "w"], ["h"], name="fwd"), make("ReduceSum", ["h"], ["loss"], name="sum", keepdims=0),
+        make("Gemm", ["x", "h"], ["g"], name="grad", transA=1), make("Cast", ["m"], ["m32"], name="wide", to=1),
+        make("Add", ["m32", "g"], ["m1"], name="state"), make("Cast", ["m1"], ["new.m"], name="narrow", to=10),
+        make("Sub", ["w", "m1"], ["new.w"], name="update"),
+    ]  # fmt: skip
+    half = (TensorProto.FLOAT16, [4, 4])
+    inputs, outputs = {"x": [8, 4], "w": [4, 4], "m": half}, {"loss": [], "new.m": half, "new.w": [4, 4]}
+    found = phase_by_label(model_of(nodes, inputs, outputs))
+    assert {found[name] for name in ("wide", "state", "narrow", "update")} == {OPTIMIZER}
+    assert found["grad"] == BACKWARD
+
+
 def test_structure_follows_updates_with_state():
     """Momentum: the state's update is optimizer, and so is what reads it."""
     nodes = [

@@ -119,7 +119,7 @@ def test_a_limit_on_time_that_no_budget_keeps_is_refused():
 
 
 def test_a_step_without_such_state_is_refused():
-    with pytest.raises(UsageError, match="no input is read by its own update alone"):
+    with pytest.raises(UsageError, match=r"no input of at least 65\.5 kB is read by its own update alone"):
         rewrite_model(mlp(layers=4, batch=4096, width=64), "60%", offload_state=True, **DEVICE)
 
 
