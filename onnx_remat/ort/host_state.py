@@ -32,38 +32,42 @@ from onnx_remat.ort.moves import DOWN, LEAST, UP
 from onnx_remat.ort.prepare import Compiled
 
 
-def movable_state(compiled: Compiled) -> dict[str, str]:
+def own_state(compiled: Compiled) -> dict[str, str]:
     """Return the inputs that only their own update reads, of at least `LEAST` bytes, and the output that renews each.
 
     They are an optimizer's moments, but no weights. A step's other outputs do not depend on them. State that is on the
     host already is left out.
     """
     graph, phase = compiled.graph, compiled.problem.phase
-    model = graph.model.graph
-    stored = {tensor.name for tensor in model.initializer}
-    inputs = [value.name for value in model.input if value.name not in stored]
-    outputs = [value.name for value in model.output]
+    stored = {tensor.name for tensor in graph.model.graph.initializer}
+    inputs = [value.name for value in graph.model.graph.input if value.name not in stored]
+    outputs = [value.name for value in graph.model.graph.output]
     pairs = renewals(inputs, outputs)
-    count = Counter(pairs.values())
     needed = ancestors(graph, [name for name in outputs if name not in pairs])
+    return {
+        name: output
+        for output, name in pairs.items()
+        if (readers := graph.readers[name])
+        and compiled.tensors[name].nbytes >= LEAST
+        and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
+        and not any(copies_state(compiled, graph.ops[op]) for op in readers)
+    }
+
+
+def movable_state(compiled: Compiled) -> dict[str, str]:
+    """Return the part of `own_state` that copies can bring to the device and take back."""
+    graph, tensors = compiled.graph, compiled.tensors
     captured = {name for op in graph.ops for name in op.captured}
-    found = {}
-    for output, name in pairs.items():
-        readers, maker = graph.readers[name], graph.makers.get(output)
-        alike = compiled.tensors[name].shape == compiled.tensors[output].shape
-        if (
-            readers
-            and maker is not None
-            and alike
-            and count[name] == 1
-            and compiled.tensors[name].nbytes >= LEAST
-            and name not in captured
-            and output not in captured
-            and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
-            and not any(copies_state(compiled, graph.ops[op]) for op in readers)
-        ):
-            found[name] = output
-    return found
+    renewed = Counter(renewals(graph.fed, [name for name, value in graph.values.items() if value.is_output]).values())
+    return {
+        name: output
+        for name, output in own_state(compiled).items()
+        if output in graph.makers
+        and renewed[name] == 1
+        and (tensors[name].dtype, tensors[name].shape) == (tensors[output].dtype, tensors[output].shape)
+        and not graph.values[name].is_output
+        and captured.isdisjoint((name, output))
+    }
 
 
 def with_state_on_host(source: Source, state: Mapping[str, str]) -> Source:

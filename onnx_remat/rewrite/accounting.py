@@ -25,7 +25,7 @@ from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.plan import bounds
-from onnx_remat.rewrite.notes import fusing, other_levels
+from onnx_remat.rewrite.notes import fusing, other_levels, state_on_device
 from onnx_remat.rewrite.relaxed import fused_cost, outside_fusions, outside_kernels, outside_pads, outside_slab
 from onnx_remat.session import offsets
 from onnx_remat.session.bookkeeping import BYTES_PER_VALUE
@@ -267,12 +267,15 @@ class LoopMemory(Accounting):
         Cost of recomputing each op, for the search, where kernels are fused; None for that of the problem.
     moving : int or None
         Bytes that no plan peaks below even if it may move any value to the host; None where no value may be moved.
+    state : int
+        Bytes of state that should lie on the host.
     """
 
     options: Options
     workspace: int = 0
     cost: Floats | None = None
     moving: int | None = None
+    state: int = 0
 
     run_by = "loop"
     shares_buffers = False
@@ -384,7 +387,7 @@ class LoopMemory(Accounting):
         return unused <= budget * MARGIN
 
     def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
-        return fusing(footprint, budget)
+        return *fusing(footprint, budget), *state_on_device(footprint, self.state)
 
 
 @dataclass(frozen=True, slots=True)

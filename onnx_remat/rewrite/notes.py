@@ -69,6 +69,17 @@ def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
     )
 
 
+def state_on_device(trained: Footprint | None, state: int) -> tuple[str, ...]:
+    """Return how much of the `state`, in bytes, that should lie on the host does not."""
+    left = state - trained.state_on_host if trained else 0
+    if left <= 0:
+        return ()
+    return (
+        f"{format_bytes(left)} of state stays on the device: it is read after its new value is made or within a "
+        "subgraph, or it is itself an output",
+    )
+
+
 def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:
     """Return which parts of the simulation ONNX Runtime did not confirm, and why; `emulated` as in `Executed`."""
     if emulated and (node := first_training_op(source)):

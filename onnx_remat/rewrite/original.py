@@ -18,12 +18,13 @@ from onnx_remat.ir.state import with_state
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
-from onnx_remat.ort.host_state import copies_state, counted, movable_state, with_state_on_host
+from onnx_remat.ort.host_state import copies_state, counted, movable_state, own_state, with_state_on_host
 from onnx_remat.ort.moves import LEAST
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory, SessionMemory, simulated_levels
 from onnx_remat.rewrite.first_use import SIMULATOR, FirstUse
+from onnx_remat.session.fusing import why_not as why_not_fused
 from onnx_remat.session.plan_session import check_openable
 from onnx_remat.session.prediction import Footprint, predict
 from onnx_remat.units import Budget, format_bytes
@@ -168,12 +169,14 @@ def _with_state_on_host(
     deadline: Deadline,
 ) -> Original:
     """Return a step as it is, to be planned with its state on the host."""
-    state = movable_state(compiled)
+    given, state = Setting("offload_state", True), movable_state(compiled)
     if not state:
         already = any(copies_state(compiled, op) for op in compiled.graph.ops)
         alone = f"no input of at least {format_bytes(LEAST)} is read by its own update alone, as moments are"
         why = "state is on the host already" if already else alone
-        raise UsageError("{}: {}: leave this out", Setting("offload_state", True), why)
+        raise UsageError("{}: {}: leave this out", given, why)
+    if why := why_not_fused(options.provider):
+        raise UsageError("{} copies by a kernel of ours, which this machine cannot run: {}", given, why)
     footprint = _predicted(executed, source.model, options)
     with clock.stage("load"):
         moved = with_state_on_host(source, state)
@@ -183,6 +186,7 @@ def _with_state_on_host(
         there = as_executed(planned.graph.model, source.folder, "all", options.preparation(), planned)
     least = _predicted(there, planned.graph.model, options)
     memory = LoopMemory.of(replace(there, compiled=counted(there.compiled)), counted(planned), least, options)
+    memory = replace(memory, state=sum(compiled.tensors[name].nbytes for name in own_state(compiled)))
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     return Original(
         options, source.folder, source.data, memory, executed, {"all": executed}, footprint, clock.seconds, deadline,

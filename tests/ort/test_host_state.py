@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnx_remat.ir import model_io
-from onnx_remat.ort.host_state import movable_state, when_due, with_state_on_host
+from onnx_remat.ort.host_state import movable_state, own_state, when_due, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from tests.support.updated import MAKE, labelled, momentum, updated
@@ -37,3 +37,11 @@ def test_all_state_that_one_node_makes_leaves_when_it_is_made():
 
 def test_state_on_the_host_is_not_moved_there_again():
     assert movable_state(moved_of(updated(momentum, "m", layers=1))) == {}
+
+
+def test_state_that_is_an_output_itself_stays_on_the_device():
+    model = updated(momentum, "m")
+    model.graph.output.append(next(value for value in model.graph.input if value.name == "m0"))
+    compiled = prepare(model, ON_CUDA)
+    assert own_state(compiled) == {"m0": "new.m0", "m1": "new.m1"}
+    assert movable_state(compiled) == {"m1": "new.m1"}

@@ -123,6 +123,21 @@ def test_a_step_without_such_state_is_refused():
         rewrite_model(mlp(layers=4, batch=4096, width=64), "60%", offload_state=True, **DEVICE)
 
 
+def test_the_report_says_what_state_stays_on_the_device(rewritten):
+    model, result = updated(momentum, "m"), rewritten[1]
+    model.graph.output.append(next(value for value in model.graph.input if value.name == "m0"))
+    report = rewrite_model(model, "98%", offload_state=True, costs="t4", **DEVICE | {"effort": 0.1}).report
+    assert report.loop_after.state_on_host == 128 * 128 * 4
+    assert any(note.startswith("65.5 kB of state stays on the device") for note in report.notes)
+    assert "of state stays on the device" not in result.report.to_text()
+
+
+def test_a_machine_without_our_kernels_is_told_so(monkeypatch):
+    monkeypatch.setattr("onnx_remat.fuse.cuda.why_not", lambda: "llvmlite is not installed")
+    with pytest.raises(UsageError, match="which this machine cannot run: llvmlite is not installed"):
+        rewrite_model(updated(momentum, "m"), "90%", offload_state=True, costs="t4", **DEVICE)
+
+
 def test_a_step_with_its_state_on_the_host_is_refused(rewritten):
     _, result = rewritten
     with pytest.raises(UsageError, match="state is on the host already: leave this out"):
