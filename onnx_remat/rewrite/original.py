@@ -53,6 +53,8 @@ class Original:
         Deadline of the first budget, which includes simulating the original.
     expanded : bool
         Whether functions of the file are written out as nodes in the model.
+    nodes : int
+        Number of nodes of the model, without copies of state that the plan adds.
     """
 
     options: Options
@@ -65,6 +67,7 @@ class Original:
     seconds: Mapping[str, float]
     deadline: Deadline
     expanded: bool
+    nodes: int
 
     @property
     def seconds_per_file(self) -> float:
@@ -156,8 +159,9 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     expanded = bool(source.model.functions) or nodes[0] != nodes[1]
     return Original(
-        options, source.folder, source.data, memory, executed, by_level, footprint, clock.seconds, deadline, expanded
-    )
+        options, source.folder, source.data, memory, executed, by_level, footprint, clock.seconds, deadline, expanded,
+        compiled.graph.n_nodes(),
+    )  # fmt: skip
 
 
 def _with_state_on_host(
@@ -190,7 +194,7 @@ def _with_state_on_host(
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     return Original(
         options, source.folder, source.data, memory, executed, {"all": executed}, footprint, clock.seconds, deadline,
-        bool(source.model.functions) or nodes[0] != nodes[1],
+        bool(source.model.functions) or nodes[0] != nodes[1], compiled.graph.n_nodes(),
     )  # fmt: skip
 
 

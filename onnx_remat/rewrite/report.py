@@ -105,6 +105,8 @@ class Report(Finding):
         nodes, and nodes along rows. The bound takes these as free.
     recomputed, control_edges, private_values, nodes_before, nodes_after : int
         Nodes recomputed, edges added to pin the order (a node each), values given a buffer of their own, node counts.
+    state_copies : int
+        Nodes added that copy state to the device and back.
     seconds : mapping
         Time each stage took.
     arena_before, arena_after : Reserves
@@ -158,6 +160,7 @@ class Report(Finding):
     loop_after: Footprint | None = None
     covered_before: int = 0
     covered_after: int = 0
+    state_copies: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """As `Finding.to_dict`, without the bytes in use at every node, of which there are as many as values."""
@@ -185,22 +188,23 @@ class Report(Finding):
 
     def helpers(self) -> int:
         """Return the number of helper nodes: those that edges wait through, and those of private buffers."""
-        copies = 2 * len(self.moved.values) if self.moved else 0
+        copies = self.state_copies + (2 * len(self.moved.values) if self.moved else 0)
         return self.nodes_after - self.nodes_before - self.recomputed - self.control_edges - copies
 
     def verdict(self) -> str:
         """Return one line: the memory reached and its cost."""
-        room = self._room()
+        room, state = self._room(), self.loop_after.state_on_host if self.loop_after else 0
         if self.moved:
+            both = f" and {format_bytes(state)} of state" if state else ""
             room = (
-                f"+{self.moved.share:.1%} of it to wait for {format_bytes(self.moved.nbytes)} to the host and back, "
-                f"{self.moved.covered:.0%} of whose time kernels run"
+                f"+{self.moved.share:.1%} of it to wait for {format_bytes(self.moved.nbytes)}{both} to the host and "
+                f"back, {self.moved.covered:.0%} of whose time kernels run"
             )
-        if self.loop_after and self.loop_after.state_on_host:
-            room += f", {format_bytes(self.loop_after.state_on_host)} of state on the host"
+        elif state:
+            room += f", {format_bytes(state)} of state on the host"
         before, after = self.covered()
         saved = 1 - after / before if before else 0.0
-        change = f"-{saved:.1%}" if after != before else "unchanged"
+        change = f"{-saved:+.1%}" if after != before else "unchanged"
         covered = WORDING[self.run_by].covered
         unresolved = self.measured.unresolved if self.measured and self.run_by != "loop" else 0
         kept = f"kept by simulation, measured {format_bytes(unresolved)} above it" if unresolved else "kept"
@@ -273,15 +277,18 @@ class Report(Finding):
         return rows
 
     def _move_rows(self) -> list[tuple[str, str, str]]:
-        state = self.loop_after.state_on_host if self.loop_after else 0
-        held = [("  state on the host", "", format_bytes(state))] if state else []
-        if self.moved is None:
-            return held
-        host = self.loop_after.on_host if self.loop_after else 0
-        rows = [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
-        rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
-        rows += [("    of their time, kernels run", "", f"{self.moved.covered:.0%}")]
-        return [*rows, ("    the host keeps at most", "", format_bytes(host)), *held]
+        loop, rows = self.loop_after, list[tuple[str, str, str]]()
+        if self.moved:
+            rows += [("  copies to the host and back", "", str(2 * len(self.moved.values)))]
+            rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
+        if self.state_copies:
+            rows += [("  copies of state", "", str(self.state_copies))]
+            rows += [("    state on the host", "", format_bytes(loop.state_on_host if loop else 0))]
+        if rows and loop:
+            rows += [("  kernels wait for copies", "", f"{1e3 * loop.waited:.3f} ms")]
+            rows += [("    of their time, kernels run", "", f"{1 - loop.waited / (loop.copies or 1.0):.0%}")]
+            rows += [("  the host keeps at most", "", format_bytes(loop.on_host))]
+        return rows
 
     @staticmethod
     def _sides(

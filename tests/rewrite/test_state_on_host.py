@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx
 import pytest
 
 from onnx_remat import rewrite_model
 from onnx_remat.ir.model_io import Source
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.findings.show import slab
 from onnx_remat.measure import verify
 from onnx_remat.options import parse_options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.host_state import movable_state, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import movable
+from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import fusing, prediction
-from onnx_remat.units import parse_budget
+from onnx_remat.units import format_bytes, parse_budget
 from tests.support.adam import adam
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
@@ -62,6 +66,31 @@ def test_the_report_says_where_state_lies(rewritten):
     _, result = rewritten
     assert "of state on the host" in result.report.verdict()
     assert "state on the host" in result.report.to_text()
+
+
+def test_the_report_tells_copies_of_state_from_the_original_s_nodes(rewritten):
+    model, result = rewritten
+    report, copies = result.report, 2 * MOMENTS // (4 * WIDTH * WIDTH)
+    assert report.nodes_before == len(model.graph.node) and report.state_copies == copies
+    assert report.nodes_after == len(result.model.graph.node)
+    assert report.helpers() <= report.nodes_after - report.nodes_before - copies - report.recomputed
+    assert "kernels wait for copies" in report.to_text()
+
+
+def test_the_plot_draws_no_state_that_lies_on_the_host(rewritten):
+    _, result = rewritten
+    assert sum(size for _, size in slab.after(result).inputs) == result.report.loop_after.inputs
+
+
+def test_the_verdict_names_what_kernels_wait_for(rewritten):
+    state = format_bytes(MOMENTS)
+    both = replace(rewritten[1].report, moved=Moved(("a",), 2_000_000, 0.01, 0.9))
+    assert f"to wait for 2.0 MB and {state} of state to the host and back" in both.verdict()
+
+
+def test_a_result_that_takes_more_has_one_sign(rewritten):
+    report = rewritten[1].report
+    assert "(+1.0%)" in replace(report, covered_after=report.covered_before * 101 // 100).verdict()
 
 
 def test_numbers_are_those_of_the_original(rewritten, tmp_path):

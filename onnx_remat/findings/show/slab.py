@@ -43,7 +43,7 @@ class Slab:
     busiest : int
         First position at which the most bytes are live.
     inputs : tuple of (str, int)
-        Names and bytes of state and batch, which are outside the slab.
+        Names and bytes of state and batch on the device, which are outside the slab.
     """
 
     blocks: tuple[Block, ...]
@@ -105,7 +105,8 @@ def slab(executed: Executed, section_of: Mapping[str, str], fuse: bool) -> Slab:
         for step, section, size in zip(arranged.program.steps, of_step, used, strict=True)
     )
     compiled = arranged.compiled
-    inputs = tuple((n, compiled.tensors[n].nbytes) for n, v in compiled.graph.values.items() if v.kind == INPUT)
+    held = [n for n, v in compiled.graph.values.items() if v.kind == INPUT and n not in arranged.state]
+    inputs = tuple((n, compiled.tensors[n].nbytes) for n in held)
     return Slab(blocks, steps, used.index(max(used)) if used else 0, inputs)
 
 
