@@ -290,7 +290,8 @@ class _Writer:
     def _make_barriers(self) -> Barriers:
         """Return the barriers, computed from the smallest input, as some versions copy that input to the host.
 
-        Not of a weight, from which ONNX Runtime would compute them when it loads the file.
+        Not of a weight, from which ONNX Runtime would compute them when it loads the file, and rather not of state on
+        the host, which nothing but its copy reads.
         """
         opset = opset_of(self.graph.model)
         if opset < MIN_OPSET:
@@ -304,7 +305,8 @@ class _Writer:
             raise ModelError(
                 "the model has no input, from whose size an order is pinned: make one of its values an input"
             )
-        source = min(inputs, key=lambda name: (self.tensors[name].dtype not in _SIZED, self.tensors[name].nbytes))
+        copied = {name for op in self.graph.ops if op.node.op_type == UP for name in op.reads}
+        source = min(inputs, key=lambda n: (n in copied, self.tensors[n].dtype not in _SIZED, self.tensors[n].nbytes))
         sized = self.tensors[source].dtype in _SIZED
         return Barriers(opset, source, self._helper, self._fresh, self._add_vector, sized)
 

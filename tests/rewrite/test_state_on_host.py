@@ -93,6 +93,10 @@ def test_a_result_that_takes_more_has_one_sign(rewritten):
     assert "(+1.0%)" in replace(report, covered_after=report.covered_before * 101 // 100).verdict()
 
 
+def test_an_order_is_pinned_by_the_smallest_input_not_by_state_on_the_host(rewritten):
+    assert {node.input[0] for node in rewritten[1].model.graph.node if node.op_type == "Size"} == {"count.steps"}
+
+
 def test_numbers_are_those_of_the_original(rewritten, tmp_path):
     model, result = rewritten
     onnx.save(model, tmp_path / "before.onnx")
