@@ -162,7 +162,8 @@ def _overlapped(made: Fitted, goal: Goal) -> Fitted:
                     stated, best = tried, found
                 break
             room -= 2 * over
-    stated.put(made.written.model)
+    for model in (made.written.model, *(each.compiled.graph.model for each in made.executed.values())):
+        stated.put(model)
     plain = moved(made.plan.compiled, made.plan.schedule)
     waited = best.waited / made.plan.compiled.problem.plain_cost()
     recomputed = max(made.plan.extra_compute - (plain.share if plain else 0.0), 0.0)  # not a rounding error below

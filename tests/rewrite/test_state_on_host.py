@@ -20,6 +20,7 @@ from onnx_remat.ort.moves import movable
 from onnx_remat.ort.moves import Moved
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import fusing, prediction
+from onnx_remat.session.copies import Stated
 from onnx_remat.units import format_bytes, parse_budget
 from tests.support.adam import adam
 from tests.support.copies_check import check_copies
@@ -80,6 +81,15 @@ def test_the_report_tells_copies_of_state_from_the_original_s_nodes(rewritten):
 def test_the_plot_draws_no_state_that_lies_on_the_host(rewritten):
     _, result = rewritten
     assert sum(size for _, size in slab.after(result).inputs) == result.report.loop_after.inputs
+
+
+def test_the_plot_draws_the_layout_of_the_file():
+    """Where none of the layouts with more room is taken, the last one tried is not what was executed."""
+    model = updated(momentum, "m", layers=1, batch=2, width=512)
+    result = rewrite_model(model, "100%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
+    highest = max(block.offset + block.bytes for block in slab.after(result).blocks)
+    assert 0 <= result.report.loop_after.slab - highest < 256
+    assert Stated.of(result.model) == Stated.of(result.executed.compiled.graph.model)
 
 
 def test_the_verdict_names_what_kernels_wait_for(rewritten):
