@@ -387,7 +387,7 @@ class LoopMemory(Accounting):
         return unused <= budget * MARGIN
 
     def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
-        return *fusing(footprint, budget), *state_on_device(footprint, self.state)
+        return *fusing(footprint, budget, self.options.offload_state), *state_on_device(footprint, self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def on_device(compiled: Compiled) -> tuple[str, ...]:
     return (checked, *placement.notes(compiled))
 
 
-def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
+def fusing(trained: Footprint | None, budget: int, offload_state: bool = False) -> tuple[str, ...]:
     """Return whether a loop's budget counts on fused kernels, and the memory without them."""
     if trained is None or not trained.kernels:
         why = Message(": {}", trained.not_fused) if trained and trained.not_fused else ""
@@ -61,6 +61,8 @@ def fusing(trained: Footprint | None, budget: int) -> tuple[str, ...]:
         "without these kernels, or with {}, it takes {}", unfused, format_bytes(trained.unfused),
     )  # fmt: skip
     found = Message("{}, above the budget: for such machines plan with {}", plain, unfused) if above else plain
+    if above and offload_state:
+        found = Message("{} and without {}", found, Setting("offload_state", True))
     if not trained.unserved:
         return (found,)
     return found, (

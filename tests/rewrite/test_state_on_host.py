@@ -175,6 +175,11 @@ def test_the_report_says_what_state_stays_on_the_device(rewritten):
     assert "of state stays on the device" not in result.report.to_text()
 
 
+def test_no_note_advises_what_is_refused_with_state_on_the_host(rewritten):
+    (note,) = [note for note in rewritten[1].report.notes if "above the budget" in note]
+    assert note.endswith("plan with fuse=False and without offload_state=True")
+
+
 def test_a_machine_without_our_kernels_is_told_so(monkeypatch):
     monkeypatch.setattr("onnx_remat.fuse.cuda.why_not", lambda: "llvmlite is not installed")
     with pytest.raises(UsageError, match="which this machine cannot run: llvmlite is not installed"):
