@@ -79,11 +79,16 @@ def with_state_on_host(source: Source, state: Mapping[str, str]) -> Source:
     there = {name: f"{TAG}there.{name}" for pair in state.items() for name in pair}
     rename_values(graph.node, there)
     nodes: list[onnx.NodeProto] = []
-    back, made = dict(state), {there[output]: output for output in state.values()}
-    for node in graph.node:
-        for name in [name for name in back if there[name] in node.input]:
-            nodes.append(_copy(UP, name, there[name]))
-            del back[name]
+    made = {there[output]: output for output in state.values()}
+    first: dict[str, int] = {}  # reader of each value
+    for at, node in enumerate(graph.node):
+        for name in node.input:
+            first.setdefault(name, at)
+    coming: dict[int, list[str]] = {}
+    for name in state:
+        coming.setdefault(first[there[name]], []).append(name)
+    for at, node in enumerate(graph.node):
+        nodes += [_copy(UP, name, there[name]) for name in coming.get(at, ())]
         nodes.append(node)
         nodes += [_copy(DOWN, name, made[name]) for name in node.output if name in made]
     copied = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
