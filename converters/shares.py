@@ -28,7 +28,7 @@ def parse(budget: str | int | None) -> tuple[Budget | None, bool]:
     return None if budget is None else parse_budget(budget), False
 
 
-def check_planning(planning: PlanningOptions, device: str) -> None:
+def check_planning(framework: str, planning: PlanningOptions, device: str) -> None:
     """Raise UsageError for an option whose value ``budgeted`` decides: its step runs in a `Loop` on a kind of device.
 
     With another value, the plan would be for another run, and the budget for another account of its memory.
@@ -41,7 +41,7 @@ def check_planning(planning: PlanningOptions, device: str) -> None:
     if planning.get("offload_state"):
         given = _in_planning(Setting("offload_state", True))
         raise UsageError(
-            "{}: PyTorch keeps the optimizer's state on the device: train the exported step by Loop", given
+            "{}: {} keeps the optimizer's state where it trains: train the exported step by Loop", given, framework
         )
 
 

@@ -210,7 +210,7 @@ def budgeted(
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
-    shares.check_planning(planning or {}, "cpu")
+    shares.check_planning("JAX", planning or {}, "cpu")
     if given is not None:
         parse_options({**(planning or {})})
     if not callable(getattr(optimizer, "init", None)):

@@ -123,7 +123,7 @@ def budgeted(
     given, of_step = shares.parse(budget)
     if given is None and planning:
         raise UsageError("{} needs a budget: pass {}", Setting("planning"), Setting("budget"))
-    shares.check_planning(planning or {}, device.type)
+    shares.check_planning("PyTorch", planning or {}, device.type)
     if device != HOST:
         if dynamic_dims:
             raise UsageError("{}: on a device all batches have one size: pad them", Setting("dynamic_dims"))

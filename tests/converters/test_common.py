@@ -316,9 +316,14 @@ def test_widened_half_precision_rounds_as_it_does(kind):
 )
 def test_what_runs_the_step_of_budgeted_is_no_option(planning):
     (name,) = planning
-    shares.check_planning({"provider": "cpu", "run_by": "loop", "effort": 1}, "cpu")
+    shares.check_planning("JAX", {"provider": "cpu", "run_by": "loop", "effort": 1}, "cpu")
     with pytest.raises(UsageError, match=f"^planning={planning!r}: budgeted states it itself: leave '{name}' out$"):
-        shares.check_planning(planning, "cpu")
+        shares.check_planning("JAX", planning, "cpu")
+
+
+def test_a_refusal_of_state_on_the_host_names_the_framework_that_keeps_it():
+    with pytest.raises(UsageError, match=r"^planning={'offload_state': True}: JAX keeps the optimizer's state where"):
+        shares.check_planning("JAX", {"offload_state": True}, "cpu")
 
 
 def test_a_refusal_names_arguments_of_budgeted_and_when_a_budget_does_not_pay():
