@@ -112,7 +112,8 @@ def plan_model(model: model_io.Model, budget: str | int | Budget, **options: Unp
     with first_use() as warmup:
         original = begin(model, options, warmup)
         if original.options.copies:
-            raise UsageError("offload: plans with moves are rewrite_model's")
+            given = Setting("offload" if original.options.offload else "offload_state", True)
+            raise UsageError("{}: what copies to the host and back is planned by rewrite_model: call that", given)
         job = original.job(parsed, original.deadline)
         if original.keeps(job.goal.allowed):
             return as_it_is(job.goal)

@@ -9,6 +9,7 @@ import pytest
 
 from onnx_remat import rewrite_model
 from onnx_remat.ir.model_io import Source
+from onnx_remat import plan_model, rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.show import slab
 from onnx_remat.measure import verify
@@ -159,6 +160,12 @@ def test_a_limit_on_time_that_no_budget_keeps_is_refused():
     advised = refused.value.settings["budget"]
     report = rewrite_model(model, advised, **given).report
     assert 0.05 < report.extra_time() <= parse_budget(advised).slower
+
+
+@pytest.mark.parametrize("option", ["offload", "offload_state"])
+def test_a_plan_alone_names_the_option_that_it_refuses(option):
+    with pytest.raises(UsageError, match=f"^{option}=True: .* call that$"):
+        plan_model(updated(momentum, "m"), "90%", provider="cuda", run_by="loop", costs="t4", **{option: True})
 
 
 def test_a_step_without_such_state_is_refused():
