@@ -19,6 +19,7 @@ from onnx_remat.ir.shapes import TAG, UNSEEN
 from onnx_remat.messages import Finding
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
+from onnx_remat.ort.host_state import counted, state_bytes
 from onnx_remat.ort.kernels import costs
 from onnx_remat.process import worker
 from onnx_remat.rewrite.report import WORDING
@@ -107,6 +108,8 @@ class Explanation(Finding):
         Source of the seconds per op, as in `Options`.
     moved, moved_bytes : int
         Number of moves to the host and back, and their bytes in each direction.
+    state_on_host : int
+        Bytes of state that lies on the host but for its update.
     fused : tuple of Kernel
         Fused kernels with which a loop runs the file here, by descending `unbuffered`.
     not_fused : str
@@ -130,6 +133,7 @@ class Explanation(Finding):
     costs: str
     moved: int = 0
     moved_bytes: int = 0
+    state_on_host: int = 0
     fused: tuple[Kernel, ...] = ()
     not_fused: str = ""
 
@@ -153,6 +157,8 @@ class Explanation(Finding):
         if self.moved:
             size = format_bytes(self.moved_bytes)
             lines += [f"{self.moved} values are moved to the host and back, {size} in each direction", ""]
+        if self.state_on_host:
+            lines += [f"{format_bytes(self.state_on_host)} of state lies on the host but for its update", ""]
         if not self.recomputed:
             edges = f": {self.control_edges} control edges enforce" if self.control_edges else ", and no edge enforces"
             lines.append(f"no node is recomputed{edges} another order")
@@ -249,6 +255,8 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None, costs: 
     options = replace(options_of(source.model, plan, dims), verify="none")  # onnxruntime may lack the file's ops
     preparation = replace(options.preparation(), fixed=False)
     executed = as_executed(source.model, source.folder, "disable", preparation)
+    state = state_bytes(executed.compiled)
+    executed = replace(executed, compiled=counted(executed.compiled))
     trained, not_fused = None, ""
     kernels: tuple[Kernel, ...] = ()
     if plan.run_by == "loop" and runtime.available() and plan.provider == "cpu":
@@ -259,7 +267,9 @@ def explain(path: model_io.Model, dims: Mapping[str, int] | None = None, costs: 
     found = _explanation(source.model, executed, plan, trained, costs or executed.compiled.kernels.costs)
     tensors = executed.compiled.tensors
     back = [tensors[name].nbytes for name in plan.moved if name in tensors]
-    return replace(found, moved=len(back), moved_bytes=sum(back), fused=kernels, not_fused=not_fused)
+    return replace(
+        found, moved=len(back), moved_bytes=sum(back), state_on_host=state, fused=kernels, not_fused=not_fused
+    )
 
 
 def _explanation(

@@ -115,6 +115,12 @@ def copies_state(compiled: Compiled, op: Op) -> bool:
     )
 
 
+def state_bytes(compiled: Compiled) -> int:
+    """Return the bytes of the state that copies bring to the device."""
+    copies = [op for op in compiled.graph.ops if op.node.op_type == UP and copies_state(compiled, op)]
+    return sum(compiled.tensors[name].nbytes for name in {op.inputs[0] for op in copies})
+
+
 def counted(compiled: Compiled) -> Compiled:
     """Return a step whose state on the host takes no bytes, and whose copies no time."""
     graph, problem = compiled.graph, compiled.problem

@@ -11,6 +11,7 @@ from onnx_remat import rewrite_model
 from onnx_remat.ir.model_io import Source
 from onnx_remat import plan_model, rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.findings.explain import explain
 from onnx_remat.findings.show import slab
 from onnx_remat.measure import verify
 from onnx_remat.options import parse_options
@@ -91,6 +92,15 @@ def test_the_plot_draws_the_layout_of_the_file():
     highest = max(block.offset + block.bytes for block in slab.after(result).blocks)
     assert 0 <= result.report.loop_after.slab - highest < 256
     assert Stated.of(result.model) == Stated.of(result.executed.compiled.graph.model)
+
+
+def test_an_explanation_counts_no_state_on_the_host_to_the_device(rewritten):
+    _, result = rewritten
+    found = explain(result.model)
+    assert found.state_on_host == MOMENTS
+    assert f"{format_bytes(MOMENTS)} of state lies on the host but for its update" in found.to_text()
+    loop, held = result.report.loop_after, {frame.name: frame.bytes for frame in found.by_module.inside}
+    assert held["inputs and weights"] == loop.inputs + loop.weights
 
 
 def test_the_verdict_names_what_kernels_wait_for(rewritten):
