@@ -107,10 +107,8 @@ def _array(value: Any, name: str) -> Any:
     try:
         return array(value)
     except TypeError as error:
-        raise ConversionError(
-            "input {!r} is a {}, not an array: pass the optimizer by name ({}), and give the loss function its constants",
-            name, type(value).__name__, Setting("optimizer"),
-        ) from error  # fmt: skip
+        advice = "input {!r} is a {}, not an array: pass the optimizer by name ({}), and close over all else"
+        raise ConversionError(advice, name, type(value).__name__, Setting("optimizer")) from error
 
 
 def plain(value: Any) -> np.ndarray:

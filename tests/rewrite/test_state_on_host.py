@@ -7,19 +7,17 @@ from dataclasses import replace
 import onnx
 import pytest
 
-from onnx_remat import rewrite_model
-from onnx_remat.ir.model_io import Source
 from onnx_remat import plan_model, rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.explain import explain
 from onnx_remat.findings.show import slab
+from onnx_remat.ir.model_io import Source
 from onnx_remat.measure import verify
 from onnx_remat.options import parse_options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.host_state import movable_state, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.ort.moves import movable
-from onnx_remat.ort.moves import Moved
+from onnx_remat.ort.moves import Moved, movable
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import fusing, prediction
 from onnx_remat.session.copies import Stated
