@@ -64,11 +64,15 @@ def find(ordered: OrderedStep) -> tuple[Group, ...]:
 
 def live_bytes(ordered: OrderedStep) -> npt.NDArray[np.int64]:
     """Return the bytes of the slab that are live at each place, without any groups."""
-    return Grouping(ordered, alone=True).live_bytes
+    both: npt.NDArray[np.int64] = Grouping(ordered, alone=True).live_bytes.sum(axis=0)
+    return both
 
 
 class Grouping:
-    """Mutable state of the algorithm: the groups, and the live bytes at each place."""
+    """Mutable state of the algorithm: the groups, and the live bytes at each place.
+
+    Of these the first row counts small values, the second all others, see `OrderedStep.apart`.
+    """
 
     def __init__(self, ordered: OrderedStep, alone: bool = False) -> None:
         self.ordered = ordered
@@ -89,12 +93,12 @@ class Grouping:
         self.candidates: dict[tuple[int, ...], Candidate] = {}
         self.overwrites = cache(ordered.overwrites)
         self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
-        self.live_bytes = np.zeros(len(steps), np.int64)
+        self.live_bytes = np.zeros((2, len(steps)), np.int64)
         for name in self.maker:
             self.add_bytes(name, 1)
-        self.saved = [0] * len(steps)
+        self.saved = [(0, 0)] * len(steps)
         self.update_savings(range(len(steps)))
-        self.peak = int(self.live_bytes.max(initial=0))
+        self.peak = self.live_bytes.max(axis=1, initial=0) + np.array([ordered.slack, 0])
 
     # ---- liveness ----
 
@@ -105,27 +109,31 @@ class Grouping:
             return start, len(self.at) - 1
         return start, max(map(self.at.__getitem__, self.users[name]), default=start)
 
+    def row(self, name: str) -> int:
+        """Return the row of `live_bytes` that counts a value."""
+        return int(self.ordered.tensors[name].nbytes >= self.ordered.apart)
+
     def add_bytes(self, name: str, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
         nbytes = self.ordered.counted.get(name, 0)
         if nbytes and name in self.maker:
             start, end = self.span(name)
             if start <= end:
-                self.live_bytes[start : end + 1] += sign * nbytes
+                self.live_bytes[self.row(name), start : end + 1] += sign * nbytes
 
     def update_savings(self, places: Iterable[int]) -> None:
         """Update, at some places, the bytes that in-place outputs save."""
         for place in places:
             saved = self._in_place_bytes(place)
             if saved != self.saved[place]:
-                self.live_bytes[place] += self.saved[place] - saved
+                self.live_bytes[:, place] += np.subtract(self.saved[place], saved)
                 self.saved[place] = saved
 
-    def _in_place_bytes(self, place: int) -> int:
-        """Return the bytes of a place's outputs that overwrite inputs that die there."""
-        found = self.open.get(place)
+    def _in_place_bytes(self, place: int) -> tuple[int, int]:
+        """Return the bytes of a place's outputs that overwrite inputs that die there, by row."""
+        found, saved = self.open.get(place), [0, 0]
         if found is None or place in self.unneeded:
-            return 0
+            return 0, 0
         counted = self.ordered.counted
         if len(found.members) > 1:
             reads, makes = found.reads, self.makes(found)
@@ -134,20 +142,23 @@ class Grouping:
             reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
         dying = [n for n in reads if counted.get(n) and n in self.maker and self.span(n)[1] == place]
         dying = [name for name in dying if name not in self.final]
-        saved = 0
         for made in makes:
             if counted.get(made):
                 over = next((name for name in dying if self._may_overwrite(place, found, made, name)), None)
                 if over is not None:
                     dying.remove(over)
-                    saved += counted[made]
-        return saved
+                    saved[self.row(made)] += counted[made]
+        return saved[0], saved[1]
 
     def _may_overwrite(self, place: int, found: Candidate, made: str, read: str) -> bool:
         if len(found.members) < 2:
             return self.overwrites(place, made, read)
         new, old = self.ordered.tensors[made], self.ordered.tensors[read]
         return (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape)) and read in found.plain
+
+    def keeps_peak(self) -> bool:
+        """Whether no more bytes are live than may be."""
+        return bool((self.live_bytes.max(axis=1, initial=0) <= self.peak).all())
 
     # ---- groups ----
 
@@ -215,16 +226,16 @@ class Grouping:
 
     def _lower_peak(self, edges: Sequence[tuple[int, int, str]]) -> None:
         """Merge along values that are live where most bytes are, and lower the peak that no merge may exceed."""
-        edges = [edge for edge in edges if self.ordered.counted.get(edge[2])]
+        edges = [edge for edge in edges if self.ordered.counted.get(edge[2]) and self.row(edge[2])]
         merged, passes = bool(edges), 0
         while merged and passes < MOST_PASSES:
-            merged, passes, top = False, passes + 1, int(self.live_bytes.argmax())
+            merged, passes, top = False, passes + 1, int(self.live_bytes[1].argmax())
             for edge in edges:
                 if edge[2] in self.inner or not self.at[edge[0]] <= top <= self.span(edge[2])[1]:
                     continue
                 if self._merge_along([edge]):
-                    merged, top = True, int(self.live_bytes.argmax())
-                    self.peak = int(self.live_bytes[top])
+                    merged, top = True, int(self.live_bytes[1].argmax())
+                    self.peak[1] = self.live_bytes[1, top]
 
     def _merge_along(self, edges: Iterable[tuple[int, int, str]]) -> bool:
         """Merge, where possible, groups with equally many elements, or one element for each row of the other."""
@@ -302,7 +313,7 @@ class Grouping:
                 touched.add(self.span(name)[1])
                 self.add_bytes(name, 1)
         self.update_savings(sorted(touched))
-        if self.live_bytes.max() <= self.peak:
+        if self.keeps_peak():
             self.inner |= inner
             return True
         self.live_bytes, self.saved = live_bytes, saved

@@ -32,7 +32,7 @@ MOST_TRIED = 4
 """Maximum number of joined kernels that another one of their text is tried with."""
 
 
-def joined(ordered: OrderedStep, found: Fusion, small: int = 0, more: int = 0) -> Fusion:
+def joined(ordered: OrderedStep, found: Fusion, more: int = 0) -> Fusion:
     """Join kernels of equal code where no more bytes are live then.
 
     Parameters
@@ -40,12 +40,10 @@ def joined(ordered: OrderedStep, found: Fusion, small: int = 0, more: int = 0) -
     ordered : OrderedStep
         The step that was fused.
     found : Fusion
-    small : int
-        Size in bytes below which values lie apart from all others, so that each of the two has a peak.
     more : int
         Bytes by which the peak of small values may grow.
     """
-    joining = _Joining(ordered, found, small, more)
+    joining = _Joining(ordered, found, more)
     joining.join()
     kernels: list[Kernel] = []
     order: list[int | FusedNode] = []
@@ -104,7 +102,7 @@ class _Joining:
     Of these the first row counts small values, the second all others.
     """
 
-    def __init__(self, ordered: OrderedStep, found: Fusion, small: int, more: int) -> None:
+    def __init__(self, ordered: OrderedStep, found: Fusion, more: int) -> None:
         self.ordered, self.order = ordered, found.order
         self.fused = {i: made for i, each in enumerate(found.order) if (made := _fused(each, found)) is not None}
         self.final, count = ordered.uses.kept, len(found.order)
@@ -120,7 +118,7 @@ class _Joining:
         self.renewer = {name: self.maker[made] for made, name in ordered.renewed.items() if made in self.maker}
         self.renews = [[ordered.renewed[name] for name in names if name in ordered.renewed] for names in self.writes]
         self.size = {name: ordered.counted[name] for name in self.maker if ordered.counted.get(name)}
-        self.row = {name: int(ordered.tensors[name].nbytes >= small) for name in self.size}
+        self.row = {name: int(ordered.tensors[name].nbytes >= ordered.apart) for name in self.size}
         self.live_bytes = np.zeros((2, count), np.int64)
         for name in self.size:
             self._add(name, 1)

@@ -45,6 +45,9 @@ class OrderedStep:
         Value in whose memory each view lies; other values are absent.
     counted : mapping of str to int
         Bytes of each value in the slab.
+    apart, slack : int
+        Size in bytes below which values lie apart from all others, so that each of the two has a peak, and bytes by
+        which groups may raise that of small values.
     renewed : mapping of str to str
         Input in whose memory an output lies.
     constants : mapping of str to float
@@ -80,6 +83,8 @@ class OrderedStep:
     convolutions: bool = False
     maxima: bool = True
     workspace: Callable[[Sequence[int]], int] = lambda places: 0
+    apart: int = 0
+    slack: int = 0
 
     @cached_property
     def uses(self) -> Uses:

@@ -170,7 +170,7 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
                 touched.add(grouping.span(value)[1])
     grouping.update_savings(sorted(touched))
     computed = [found for place in groups if (found := grouping.open[place]).members]
-    if grouping.live_bytes.max(initial=0) > grouping.peak or not all(map(grouping.has_kernel, computed)):
+    if not grouping.keeps_peak() or not all(map(grouping.has_kernel, computed)):
         grouping.live_bytes, grouping.saved, grouping.inner = live_bytes, saved, inner
         grouping.unneeded = unneeded
         grouping.users.update(users)

@@ -143,6 +143,10 @@ def fuse_step(
         program = biases.divided(program, opset, bound.donated)
     tensors = program.tensors
     counted = {n: tensors[n].nbytes for n in offsets.bindable(program, least) if n not in bound.donated}
+    extra = 0
+    if device:
+        counted = {name: offsets.rounded(nbytes) for name, nbytes in counted.items()}
+        extra = bound.live // SMALL_SHARE
     ordered = OrderedStep(
         steps=program.steps,
         tensors=tensors,
@@ -159,6 +163,8 @@ def fuse_step(
         convolutions=not device and not onednn.why_not(),
         maxima=tuple(runtime.installed()[:2]) >= pools.OLDEST_RUNTIME,
         workspace=lambda places: workspace([program.steps[place] for place in places]),
+        apart=offsets.LEAST if device else 0,
+        slack=extra // 2,
     )
     found = fuse(ordered, secret)
     if not found.kernels:
@@ -178,7 +184,7 @@ def fuse_step(
     def unfused_height() -> int:
         return (bound if bound.searched else offsets.assign(whole, bound.donated, least, seconds)).height
 
-    def laid_out(each: Fusion, extra: int = 0) -> Laid | Refused:
+    def laid_out(each: Fusion) -> Laid | Refused:
         again = program_of(each)
         laid = offsets.assign(again, bound.donated, least, seconds)
         if laid.donated != bound.donated:
@@ -205,21 +211,19 @@ def fuse_step(
         return laid_out(found)
     unjoined = program_of(found)
     live = offsets.assign(unjoined, bound.donated, least, search=False).live
-    extra = live // SMALL_SHARE
 
     @cache
     def unjoined_height() -> int:
         return offsets.assign(unjoined, bound.donated, least, seconds).height
 
-    rounded = replace(ordered, counted={name: offsets.rounded(nbytes) for name, nbytes in counted.items()})
-    left = max(0, extra - max(0, live - bound.live))  # fused nodes may have taken some of it
+    left = max(0, extra - max(0, live - bound.live))  # groups may have taken some of it
     for more in dict.fromkeys((left, left // 2, 0)):  # a layout may miss its bound by a little
-        made = laid_out(joins.joined(rounded, found, offsets.LEAST, more), extra)
+        made = laid_out(joins.joined(ordered, found, more))
         if isinstance(made, Laid) and (
             made.offsets.height <= live + extra or made.offsets.height <= unjoined_height() + extra
         ):
             return made
-    return laid_out(found, extra)
+    return laid_out(found)
 
 
 def _of_bodies(program: Program) -> frozenset[str]:

@@ -80,12 +80,17 @@ def test_a_value_that_is_small_only_until_it_is_rounded_does_not_undo_all_joins(
     assert len(fused(*layers([256] * 30 + [other] + [256] * 29, scaled))) < 12
 
 
-def test_joins_take_only_the_memory_that_fused_nodes_have_left():
+@pytest.mark.parametrize(("pairs", "kernels"), [(1, 12), (10, 30)])
+def test_groups_and_joins_share_the_memory_for_small_values(pairs, kernels):
     """Fused with the last node, a product keeps its two operands, of a small value each, in place of itself."""
     nodes, inputs, outputs = layers([256] * 60, scaled)
-    nodes += [node("CumSum", ["v", "axis"], "a"), node("CumSum", ["a", "axis"], "b"), node("Mul", ["a", "b"], "t")]
-    nodes += [node("ReduceL1", ["d0"], "late", axes=[0], keepdims=0), node("Sub", ["t", "late"], "new.v")]
-    assert len(fused(nodes, inputs | {"v": (256,)}, [*outputs, "new.v"])) < 12
+    for i in range(pairs):
+        nodes += [node("CumSum", [f"v{i}", "axis"], f"a{i}"), node("CumSum", [f"a{i}", "axis"], f"b{i}")]
+        nodes.append(node("Mul", [f"a{i}", f"b{i}"], f"t{i}"))
+    nodes.append(node("ReduceL1", ["d0"], "late", axes=[0], keepdims=0))
+    nodes += [node("Sub", [f"t{i}", "late"], f"new.v{i}") for i in range(pairs)]
+    given = {f"v{i}": (256,) for i in range(pairs)}
+    assert len(fused(nodes, inputs | given, [*outputs, *(f"new.v{i}" for i in range(pairs))])) < kernels
 
 
 @pytest.mark.parametrize("seed", [6, 10])

@@ -161,14 +161,14 @@ def test_gradients_do_not_wait_for_one_another_where_that_takes_memory():
     assert len(found.kernels) == 5
 
     def peak(made):
-        return joins._Joining(tight, made, 0, 0).peak.tolist()
+        return joins._Joining(tight, made, 0).peak.tolist()
 
     strict, free = joins.joined(tight, found), joins.joined(replace(tight, counted={}), found)
     assert segments(free) == [5] and 1 < len(strict.kernels) < 5
     assert peak(strict) == peak(found) < peak(free)
-    apart = joins.joined(tight, found, small=64)
+    apart = joins.joined(replace(tight, apart=64), found)
     assert 5 > len(apart.kernels) >= len(strict.kernels)
-    assert len(joins.joined(tight, found, small=64, more=64).kernels) <= len(apart.kernels)
+    assert len(joins.joined(replace(tight, apart=64), found, more=64).kernels) <= len(apart.kernels)
 
 
 def test_state_is_not_renewed_while_another_segment_reads_it():
