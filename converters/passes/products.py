@@ -82,7 +82,7 @@ def scale_first(node: ir.Node) -> None:
     source = before.inputs[0] if before is not None and _turns(before) else None
     if scaled is None or before is None or source is None or made.is_graph_output():
         return
-    if all(user.op_type == "MatMul" or _turns(user) for user, _ in made.uses()):
+    if all((user.op_type == "MatMul" or _turns(user)) and user.graph is node.graph for user, _ in made.uses()):
         readers = list(made.uses())
         node.replace_input_with(list(node.inputs).index(scaled), source)
         turn = _follow(node, "Transpose", dict(before.attributes), "turned")

@@ -71,6 +71,7 @@ def simplify(model: ir.Model) -> None:
         if source is not None and "phase" not in node.metadata_props:
             node.metadata_props.update(source.metadata_props)
     common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)  # the model may have a name that was given to a new value
 
 
 def _counts_each_time(node: ir.Node) -> bool:

@@ -109,10 +109,12 @@ def fuse(ordered: OrderedStep, secret: int) -> Fusion:
                 order.append(FusedNode(step.node, step.members, step.plain))
             else:
                 order.append(places[i])
+    singles = grouping.singles() if ordered.device else ()
     single = {
-        places[group.place]: fused(group, 0) for group in grouping.singles()
-        if ordered.device and group.place not in by_place and group.place not in inside
-    }  # fmt: skip
+        places[group.place]: fused(group, 0)
+        for group in singles
+        if group.place not in by_place and group.place not in inside
+    }
     return Fusion(tuple(order), tuple(kernels), with_libraries.scratch, single)
 
 

@@ -167,8 +167,9 @@ def fuse_step(
         slack=extra // 2,
     )
     found = fuse(ordered, secret)
-    if not found.kernels:
-        return Refused("no two of its nodes can be fused")
+    alone = Refused("no two of its nodes can be fused")
+    if not found.kernels and not found.single:
+        return alone
 
     def program_of(each: Fusion) -> Program:
         nodes = (
@@ -218,12 +219,13 @@ def fuse_step(
 
     left = max(0, extra - max(0, live - bound.live))  # groups may have taken some of it
     for more in dict.fromkeys((left, left // 2, 0)):  # a layout may miss its bound by a little
-        made = laid_out(joins.joined(ordered, found, more))
+        together = joins.joined(ordered, found, more)
+        made = laid_out(together) if together.kernels else alone
         if isinstance(made, Laid) and (
             made.offsets.height <= live + extra or made.offsets.height <= unjoined_height() + extra
         ):
             return made
-    return laid_out(found)
+    return laid_out(found) if found.kernels else alone
 
 
 def _of_bodies(program: Program) -> frozenset[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,8 +78,9 @@ def without_control_edges(
     """Return the nodes of a graph, in the order of `ops`, without those that only enforce the order.
 
     An Unsqueeze by no axes returns its input unchanged, and so do a Concat with an empty vector (see `write.barriers`)
-    and a Where that chooses between a value and itself (as converters write them): their readers read that input
-    instead. What computes such axes, vectors and conditions is removed when it has no reader left. Graph outputs stay.
+    and a Where that chooses between a value and itself by the Xor of another with itself, as converters write it: their
+    readers read that input instead. What computes such axes, vectors and conditions is removed when it has no reader
+    left. Graph outputs stay, and so do other Wheres: ONNX Runtime's turns -0.0 into 0.0.
 
     Parameters
     ----------
@@ -93,10 +94,13 @@ def without_control_edges(
     kept = {value.name for value in model.graph.output}
     instead: dict[str, str] = {}
     waited_for: set[str] = set()
+    never: set[str] = set()
     steps: list[LeanNode] = []
     for op in ops:
         name = next(iter(op.writes))
-        same = _unchanged(op, tensors, instead)
+        if op.node.op_type == "Xor" and not op.node.domain and op.inputs[0] == op.inputs[1]:
+            never.add(name)
+        same = _unchanged(op, tensors, instead, never)
         if same and name not in kept:
             instead[name] = instead.get(same, same)
             waited_for.update(instead.get(each, each) for each in op.inputs)
@@ -105,7 +109,7 @@ def without_control_edges(
     return _without_unread(steps, kept, waited_for)
 
 
-def _unchanged(op: graph.Op, tensors: Mapping[str, Tensor], instead: Mapping[str, str]) -> str:
+def _unchanged(op: graph.Op, tensors: Mapping[str, Tensor], instead: Mapping[str, str], never: Set[str]) -> str:
     """Return the input that an op returns unchanged, empty if there is none; see `without_control_edges`."""
     if op.node.domain or not all(op.inputs):
         return ""
@@ -113,7 +117,7 @@ def _unchanged(op: graph.Op, tensors: Mapping[str, Tensor], instead: Mapping[str
         first, second = (tensors[name] for name in op.inputs)
         vector = len(first.shape) == 1 or op.node.op_type == "Unsqueeze"
         return op.inputs[0] if second.shape == (0,) and vector and first.dtype != TensorProto.UNDEFINED else ""
-    if op.node.op_type == "Where":
+    if op.node.op_type == "Where" and op.inputs[0] in never:
         chosen, other = (instead.get(name, name) for name in op.inputs[1:])
         return chosen if chosen == other and tensors[chosen].shape == tensors[op.node.output[0]].shape else ""
     return ""

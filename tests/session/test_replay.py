@@ -266,18 +266,20 @@ def test_a_choice_between_a_value_and_itself_is_left_out_with_what_only_its_cond
         make("Where", ["never", "late", "x"], ["later"]),
         make("Sqrt", ["later"], ["b"]),
         make("Greater", ["x", "a"], ["wide"]),
-        make("Where", ["wide", "small", "small"], ["c"]),  # as wide as its condition
+        make("Xor", ["wide", "wide"], ["nowhere"]),
+        make("Where", ["nowhere", "small", "small"], ["c"]),  # as wide as its condition
+        make("Where", ["wide", "x", "x"], ["e"]),  # of a user's: it turns -0.0 into 0.0
         make("Where", ["never", "a", "a"], ["d"]),  # an output
         make("Abs", ["a"], ["unread"]),
     ]
     given = {"small": np.ones(1, np.float32)}
-    model = model_of(nodes, {"x": N}, {"b": N, "c": N, "d": N}, given)
+    model = model_of(nodes, {"x": N}, {"b": N, "c": N, "e": N, "d": N}, given)
     built = graph.build(model)
     steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
     found = [step.node.output[0] for step in steps]
-    assert found == ["a", "entry", "nonzero", "never", "b", "wide", "c", "d", "unread"]
+    assert found == ["a", "entry", "nonzero", "never", "b", "wide", "nowhere", "c", "e", "d", "unread"]
     assert next(step for step in steps if "b" in step.writes).reads == ("x",)
     del model.graph.node[-2], model.graph.output[-1]
     built = graph.build(model)
     steps = lean_graph.without_control_edges(built.ops, model, shapes.infer(built))
-    assert [step.node.output[0] for step in steps] == ["a", "b", "wide", "c", "unread"]
+    assert [step.node.output[0] for step in steps] == ["a", "b", "wide", "nowhere", "c", "e", "unread"]
