@@ -22,9 +22,11 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import TAG, Tensor
 from onnx_remat.memory import layout
+from onnx_remat.messages import Message, Setting
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
 from onnx_remat.session.copies import KEY, Copy, Stated, StateOnHost, handle_of, kind_of, node
@@ -99,17 +101,37 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
 
 def why_in_turn(made: SlabLayout) -> str:
     """Return why copies that a file plans alongside the kernels run in turn with them; empty where none do."""
-    moving = next((step for step in made.program.steps if step.node.op_type in (DOWN, UP)), None)
-    if moving is None or made.compiled.kernels.device == "cpu":
+    program, model = made.program, made.compiled.graph.model
+    read = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
+    # ONNX Runtime's own copies for nodes without a kernel on the device come back by no copy, and are no output.
+    planned = [
+        (at, step)
+        for at, step in enumerate(program.steps)
+        if step.node.op_type == DOWN and (step.writes[0] in read or step.writes[0] in program.outputs)
+    ]
+    if not planned or made.compiled.kernels.device == "cpu":
         return ""
-    if made.copies:
-        return f"what node {moving.label!r} copies is also an output, or other nodes read it on the host"
-    model = made.compiled.graph.model
     stated = Stated.of(model)
     if stated is None:
         said = any(each.key == KEY for each in model.metadata_props)
         return f"the file's metadata {KEY!r} cannot be read: rewrite the original again" if said else ""
-    return (made.fused.why_not or "onnxruntime would run them in another order") if stated.live else ""
+    if not stated.live:
+        return ""
+    _, possible = _homes(made)
+    if left := next((step for at, step in planned if at not in possible), None):
+        return _why_left(made, left)
+    return made.fused.why_not or "onnxruntime would run them in another order"
+
+
+def _why_left(made: SlabLayout, step: LeanNode) -> str:
+    """Return why a planned copy to the host cannot leave the stream of the kernels."""
+    (name,), bound = step.writes, made.offsets
+    state = renewals(made.program.inputs, made.program.outputs).get(name)
+    if state is None or name in bound.donated:
+        return f"what node {step.label!r} copies is also an output, or other nodes read it on the host"
+    if name in bound.not_donated:
+        return f"{name!r} cannot take the place of {state!r}: {bound.not_donated[name]}"
+    return Message("state {!r} is not donated: pass {}", state, Setting("donate", True))
 
 
 def _homes(made: SlabLayout) -> tuple[list[_Home], set[int]]:

@@ -18,7 +18,7 @@ from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.session import fusing, overlap, prediction
 from onnx_remat.session.copies import KEY, Stated, kind_of
-from onnx_remat.session.slab_layout import SlabLayout
+from onnx_remat.session.slab_layout import SlabLayout, lay_out
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
 from tests.support.graphs import mlp, model_of
@@ -117,6 +117,31 @@ def test_why_copies_run_in_turn_is_known():
     model.graph.output.append(helper.make_tensor_value_info("home3", onnx.TensorProto.FLOAT, [SIZES[3]]))
     partly = laid(model)
     assert partly.copies and "what node 'down3' copies is also an output" in overlap.why_in_turn(partly)
+
+
+def test_copies_for_a_node_without_a_kernel_on_the_device_are_no_planned_ones():
+    """ONNX Runtime adds them to the step that it loads, whether or not the file plans copies."""
+    model = state_on_host(1)
+    nodes = [
+        helper.make_node(DOWN, ["square"], ["square there"], name="Memcpy"),
+        helper.make_node("Det", ["square there"], ["det there"], name="det"),
+        helper.make_node(UP, ["det there"], ["det"], name="Memcpy_token_1"),
+        helper.make_node("Neg", ["det"], ["size"], name="size"),
+    ]
+    for at, node in enumerate(nodes):
+        model.graph.node.insert(at, node)
+    model.graph.input.append(helper.make_tensor_value_info("square", onnx.TensorProto.FLOAT, [4, 4]))
+    model.graph.output.append(helper.make_tensor_value_info("size", onnx.TensorProto.FLOAT, []))
+    made = laid(model)
+    assert made.copies and overlap.why_in_turn(made) == ""
+
+
+def test_state_that_is_not_donated_is_copied_in_turn_for_that_reason():
+    step, outputs = executed(state_on_host(1)), [value.name for value in state_on_host(1).graph.output]
+    undonated = lay_out(step, outputs, donate=False, least=1)
+    assert overlap.why_in_turn(undonated) == "state 'm0' is not donated: pass donate=True"
+    refused = replace(undonated, offsets=replace(undonated.offsets, not_donated={"new.m0": "it is not"}))
+    assert overlap.why_in_turn(refused) == "'new.m0' cannot take the place of 'm0': it is not"
 
 
 @on_fake_device
