@@ -51,7 +51,7 @@ def split(graph: Graph, tensors: Mapping[str, Tensor], loss: str | None = None) 
         raise UsageError("{}: there is no value {!r}{}", Setting("loss"), loss, did_you_mean(loss, graph.values))
     if loss is not None and graph.values[loss].kind != NODE:
         raise UsageError("{}: {!r} is an {}, no node makes it", Setting("loss"), loss, graph.values[loss].kind)
-    labels = [_label(op) for op in graph.ops]
+    labels = [label_of(op) for op in graph.ops]
     if loss is None and None not in labels:
         phases = [label for label in labels if label is not None]
     else:
@@ -66,7 +66,8 @@ def note(phases: Sequence[int]) -> tuple[str, ...]:
     return () if any(phase != FORWARD for phase in phases) else (_FORWARD_ONLY,)
 
 
-def _label(op: Op) -> int | None:
+def label_of(op: Op) -> int | None:
+    """Return the phase that a node's metadata states, None if it states none."""
     return next((LABELS.get(p.value) for p in op.node.metadata_props if p.key == "phase"), None)
 
 

@@ -24,9 +24,9 @@ from onnx_remat.ir.body import rename_values
 from onnx_remat.ir.graph import INPUT, Op
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import renewals
-from onnx_remat.ir.phases import ancestors
+from onnx_remat.ir.phases import ancestors, label_of
 from onnx_remat.ir.shapes import TAG
-from onnx_remat.memory.problem import OPTIMIZER
+from onnx_remat.memory.problem import FORWARD, OPTIMIZER
 from onnx_remat.ort.compile import compile_problem
 from onnx_remat.ort.moves import DOWN, LEAST, UP
 from onnx_remat.ort.prepare import Compiled
@@ -38,7 +38,7 @@ def own_state(compiled: Compiled) -> dict[str, str]:
     They are an optimizer's moments, but no weights. A step's other outputs do not depend on them. State that is on the
     host already is left out.
     """
-    graph, phase = compiled.graph, compiled.problem.phase
+    graph = compiled.graph
     stored = {tensor.name for tensor in graph.model.graph.initializer}
     inputs = [value.name for value in graph.model.graph.input if value.name not in stored]
     outputs = [value.name for value in graph.model.graph.output]
@@ -49,9 +49,17 @@ def own_state(compiled: Compiled) -> dict[str, str]:
         for output, name in pairs.items()
         if (readers := graph.readers[name])
         and compiled.tensors[name].nbytes >= LEAST
-        and all(phase[op] == OPTIMIZER and op not in needed for op in readers)
+        and all(op not in needed and _may_update(compiled, graph.ops[op]) for op in readers)
         and not any(copies_state(compiled, graph.ops[op]) for op in readers)
     }
+
+
+def _may_update(compiled: Compiled, op: Op) -> bool:
+    """Is an op part of the update by its label, or without one outside the forward section?
+
+    By structure the first reader of a state need not be: an Identity, a Sqrt or a Max.
+    """
+    return label_of(op) == OPTIMIZER or (label_of(op) is None and compiled.problem.phase[op.index] != FORWARD)
 
 
 def movable_state(compiled: Compiled) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from onnx_remat.ir import model_io
 from onnx_remat.ort.host_state import movable_state, own_state, when_due, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
@@ -36,6 +38,29 @@ def test_all_state_that_one_node_makes_leaves_when_it_is_made():
     kinds = [compiled.graph.ops[op].node.op_type for op in order]
     at = kinds.index("Split")
     assert kinds[at : at + 3] == ["Split", "MemcpyToHost", "MemcpyToHost"]
+
+
+def swapped_moments(i):
+    return [
+        MAKE("Identity", [f"m{i}"], [f"new.v{i}"]), MAKE("Sqrt", [f"v{i}"], [f"new.m{i}"]),
+        MAKE("Mul", [f"m{i}", f"dw{i}"], [f"s{i}"]), MAKE("Sub", [f"w{i}", f"s{i}"], [f"new.w{i}"]),
+    ]  # fmt: skip
+
+
+def largest_slope(i):
+    return [MAKE("Max", [f"m{i}", f"dw{i}"], [f"new.m{i}"]), MAKE("Sub", [f"w{i}", f"new.m{i}"], [f"new.w{i}"])]
+
+
+@pytest.mark.parametrize(("update", "state"), [(swapped_moments, "mv"), (largest_slope, "m")])
+def test_state_is_an_update_s_own_whatever_op_reads_it_first(update, state):
+    expected = {f"{name}0": f"new.{name}0" for name in state}
+    assert movable_state(prepare(updated(update, state, layers=1), ON_CUDA)) == expected
+    labels = updated(lambda i: labelled(update(i)), state, layers=1)
+    assert movable_state(prepare(labels, ON_CUDA)) == expected
+    for node in labels.graph.node:
+        for label in node.metadata_props:
+            label.value = "backward"  # as of sums of gradients
+    assert movable_state(prepare(labels, ON_CUDA)) == {}
 
 
 def test_state_on_the_host_is_not_moved_there_again():
