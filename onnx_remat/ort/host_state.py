@@ -78,6 +78,13 @@ def movable_state(compiled: Compiled) -> dict[str, str]:
     }
 
 
+NOT_MOVABLE = (
+    "its new value has another type or shape or is made by no node, two outputs renew it, a subgraph uses it, or it is "
+    "an output itself"
+)
+"""Why some state of `own_state` is not movable: what `movable_state` asks for."""
+
+
 def with_state_on_host(source: Source, state: Mapping[str, str]) -> Source:
     """Return a step that copies the inputs in `state` to the device, and their new values back; see `movable_state`."""
     model = onnx.ModelProto()

@@ -13,6 +13,7 @@ from onnx_remat.measure import fixed_draws
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import known_bugs, placement, runtime
 from onnx_remat.ort.executed import whom_to_ask
+from onnx_remat.ort.host_state import NOT_MOVABLE
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
@@ -76,10 +77,7 @@ def state_on_device(trained: Footprint | None, state: int) -> tuple[str, ...]:
     left = state - trained.state_on_host if trained else 0
     if left <= 0:
         return ()
-    return (
-        f"{format_bytes(left)} of state stays on the device: it is read after its new value is made or within a "
-        "subgraph, or it is itself an output",
-    )
+    return (f"{format_bytes(left)} of state stays on the device: {NOT_MOVABLE}",)
 
 
 def unseen(emulated: str, source: onnx.ModelProto) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from onnx_remat.ir.state import with_state
 from onnx_remat.messages import Setting
 from onnx_remat.options import Options, PlanningOptions, parse_options
 from onnx_remat.ort.executed import Executed, as_executed, at_levels
-from onnx_remat.ort.host_state import copies_state, counted, movable_state, own_state, with_state_on_host
+from onnx_remat.ort.host_state import NOT_MOVABLE, counted, movable_state, own_state, state_bytes, with_state_on_host
 from onnx_remat.ort.moves import LEAST
 from onnx_remat.ort.prepare import Compiled, prepare
 from onnx_remat.plan.request import Deadline
@@ -173,11 +173,13 @@ def _with_state_on_host(
     deadline: Deadline,
 ) -> Original:
     """Return a step as it is, to be planned with its state on the host."""
-    given, state = Setting("offload_state", True), movable_state(compiled)
+    given, own, state = Setting("offload_state", True), own_state(compiled), movable_state(compiled)
     if not state:
-        already = any(copies_state(compiled, op) for op in compiled.graph.ops)
-        alone = f"no input of at least {format_bytes(LEAST)} is read by its own update alone, as moments are"
-        why = "state is on the host already" if already else alone
+        why = f"no input of at least {format_bytes(LEAST)} is read by its own update alone, as moments are"
+        if own:
+            why = f"{next(iter(own))!r} cannot lie on the host: {NOT_MOVABLE}"
+        elif state_bytes(compiled):
+            why = "state is on the host already"
         raise UsageError("{}: {}: leave this out", given, why)
     if why := why_not_fused(options.provider):
         raise UsageError("{} copies by a kernel of ours, which this machine cannot run: {}", given, why)
@@ -190,7 +192,7 @@ def _with_state_on_host(
         there = as_executed(planned.graph.model, source.folder, "all", options.preparation(), planned)
     least = _predicted(there, planned.graph.model, options)
     memory = LoopMemory.of(replace(there, compiled=counted(there.compiled)), counted(planned), least, options)
-    memory = replace(memory, state=sum(compiled.tensors[name].nbytes for name in own_state(compiled)))
+    memory = replace(memory, state=state_bytes(compiled) + sum(compiled.tensors[name].nbytes for name in own))
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     return Original(
         options, source.folder, source.data, memory, executed, {"all": executed}, footprint, clock.seconds, deadline,

@@ -181,13 +181,30 @@ def test_a_step_without_such_state_is_refused():
         rewrite_model(mlp(layers=4, batch=4096, width=64), "60%", offload_state=True, **DEVICE)
 
 
+def test_state_of_which_none_can_lie_on_the_host_is_refused_for_that_reason():
+    model = updated(momentum, "m", layers=1)
+    model.graph.output.append(next(value for value in model.graph.input if value.name == "m0"))
+    with pytest.raises(UsageError, match=r"'m0' cannot lie on the host: .* or it is an output itself: leave this out"):
+        rewrite_model(model, "90%", offload_state=True, costs="t4", **DEVICE)
+
+
 def test_the_report_says_what_state_stays_on_the_device(rewritten):
     model, result = updated(momentum, "m"), rewritten[1]
     model.graph.output.append(next(value for value in model.graph.input if value.name == "m0"))
     report = rewrite_model(model, "98%", offload_state=True, costs="t4", **DEVICE | {"effort": 0.1}).report
     assert report.loop_after.state_on_host == 128 * 128 * 4
-    assert any(note.startswith("65.5 kB of state stays on the device") for note in report.notes)
+    (note,) = (note for note in report.notes if note.startswith("65.5 kB of state stays on the device"))
+    assert note.endswith("or it is an output itself") and "after" not in note
     assert "of state stays on the device" not in result.report.to_text()
+
+
+def test_state_that_was_on_the_host_before_is_not_counted_to_what_stays_on_the_device():
+    model = updated(momentum, "m", layers=3)
+    model.graph.output.append(next(value for value in model.graph.input if value.name == "m0"))
+    before = with_state_on_host(Source(model, None), {"m1": "new.m1"}).model
+    report = rewrite_model(before, "98%", offload_state=True, costs="t4", **DEVICE | {"effort": 0.1}).report
+    assert report.loop_after.state_on_host == 2 * 128 * 128 * 4
+    assert any(note.startswith("65.5 kB of state stays on the device") for note in report.notes)
 
 
 def test_no_note_advises_what_is_refused_with_state_on_the_host(rewritten):
