@@ -38,6 +38,9 @@ from onnx_remat.write import private_buffers
 MARGIN = 0.01
 """Fraction of the budget kept free for allocator rounding and bookkeeping that no plan contains."""
 
+AS_IT_IS = "the model as it is"
+"""How messages name the original without a plan."""
+
 _UNPREDICTED = 0.004  # headroom on a loop's prediction: networks of up to 3,600 nodes took at most 0.3 % more
 _CORRECTED = 0.001  # fraction of the budget kept free by plans whose problem has what files take
 _TARGET_SHRINK = 0.998  # of the target in proportion: a file seldom shrinks as much as its plan
@@ -100,6 +103,11 @@ class Accounting(ABC):
     def covered(self) -> int:
         """Bytes of the original that count against a budget: `original_bytes`, with the arena where that covers it."""
         return self.original_bytes
+
+    @property
+    def unplanned(self) -> str:
+        """How messages name the original without a plan."""
+        return AS_IT_IS
 
     @cached_property
     def saved_by_runtime(self) -> int:
@@ -385,6 +393,11 @@ class LoopMemory(Accounting):
 
     def is_used_up(self, unused: int, budget: int, missed: bool) -> bool:
         return unused <= budget * MARGIN
+
+    @property
+    def unplanned(self) -> str:
+        """How messages name the original without a plan."""
+        return "the step with its state on the host" if self.options.offload_state else super().unplanned
 
     def notes(self, footprint: Footprint | None, budget: int, peaks: Mapping[str, int]) -> tuple[str, ...]:
         return *fusing(footprint, budget, self.options.offload_state), *state_on_device(footprint, self.state)

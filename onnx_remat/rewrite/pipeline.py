@@ -254,7 +254,7 @@ def _rewrite(
         taken = plain.footprint.total if plain and plain.footprint else memory.covered
         if plain is None or taken > job.goal.allowed:
             budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate
-            named = refusal.naming(budget, taken)
+            named = refusal.naming(budget, taken, memory.unplanned)
             named.cut_short = job.deadline.cut_short and not refusal.proved
             raise named from None
         fitted = plain  # like the original, it needs no margin

@@ -17,7 +17,7 @@ from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.plan import selectors
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.accounting import MARGIN, Accounting, Goal
+from onnx_remat.rewrite.accounting import AS_IT_IS, MARGIN, Accounting, Goal
 from onnx_remat.units import as_budget, format_bytes
 from onnx_remat.write.realize import settle
 
@@ -198,12 +198,12 @@ class Refusal(BudgetInfeasibleError):
         """Is no plan possible?"""
         return not self.below
 
-    def naming(self, budget: int, taken: int = 0) -> BudgetInfeasibleError:
-        """Return the same error advising `budget`; 0 for no budget but `taken`, the original's memory."""
+    def naming(self, budget: int, taken: int = 0, unplanned: str = AS_IT_IS) -> BudgetInfeasibleError:
+        """Return the same error advising `budget`; 0 for no budget but `taken`, the memory of what is `unplanned`."""
         best = min(found for found in (self.best_peak_bytes, budget, self.looked) if found)
-        return BudgetInfeasibleError(self._text(budget, taken), best, self.lower_bound_bytes)
+        return BudgetInfeasibleError(self._text(budget, taken, unplanned), best, self.lower_bound_bytes)
 
-    def _text(self, budget: int, taken: int = 0) -> Message:
+    def _text(self, budget: int, taken: int = 0, unplanned: str = AS_IT_IS) -> Message:
         if budget:
             looked = "), for which a first look finds one"
             above = f", {REFUSAL_HEADROOM - 1:.0%} above that)" if budget == self.candidate else looked
@@ -212,7 +212,7 @@ class Refusal(BudgetInfeasibleError):
         elif self.lower:
             advice = Message("try {}", self.lower)
         else:
-            advice = Message("a first look finds none that takes less than the model as it is")
+            advice = Message("a first look finds none that takes less than {}", unplanned)
             if taken and self.least < taken:
                 advice = Message("{} ({} searches for one)", advice, Setting("budget", "auto"))
             if taken:
@@ -242,7 +242,7 @@ def _refused(goal: Goal, target: int, lowest: int, options: Options) -> tuple[st
     within = Message(" with {}", options.bounded_by()) if options.selector in SEARCHES else ""
     finds = f": the lowest that selector {options.selector!r} finds is {format_bytes(found)}"
     if found >= memory.original_bytes:
-        finds = f": selector {options.selector!r} finds nothing lower than the model as it is"
+        finds = f": selector {options.selector!r} finds nothing lower than {memory.unplanned}"
     return Message("no plan found for budget {}{}", format_bytes(allowed), within), finds
 
 
@@ -262,4 +262,4 @@ def no_lower(least: int) -> str:
 def untried(memory: Accounting) -> str:
     """Return the end of a refusal for lack of time: the figures that are known without a plan."""
     as_it_is, least = memory.covered, min(memory.budget_for(memory.least), memory.covered)
-    return f"no plan was tried: the model as it is takes {format_bytes(as_it_is)}, and {no_lower(least)}"
+    return f"no plan was tried: {memory.unplanned} takes {format_bytes(as_it_is)}, and {no_lower(least)}"

@@ -53,7 +53,8 @@ def tried(
             raise BudgetInfeasibleError("none", 300, 300)
         return Trial(budget + more, (1000 - budget - more) / 1000)
 
-    step = Step(options, SimpleNamespace(covered=1000, least=100, bookkeeping=0, budget_for=int), seconds_per_file)
+    memory = SimpleNamespace(covered=1000, least=100, bookkeeping=0, budget_for=int, unplanned="it")
+    step = Step(options, memory, seconds_per_file)
     return least_budget(step, slower, Deadline(options.time_limit), attempt).nbytes, attempts
 
 

@@ -157,6 +157,7 @@ def test_what_the_step_takes_with_its_state_on_the_host_can_be_asked_for():
     with pytest.raises(BudgetInfeasibleError) as refused:
         rewrite_model(model, "99%", offload_state=True, host_bandwidth="1TB", costs="t4", **DEVICE)
     assert refused.value.settings["budget"] == report.covered_after
+    assert "finds none that takes less than the step with its state on the host: try" in str(refused.value)
 
 
 def test_a_limit_on_time_that_no_budget_keeps_is_refused():
