@@ -283,7 +283,8 @@ class Report(Finding):
             rows += [("    bytes moved, each way", "", format_bytes(self.moved.nbytes))]
         if self.state_copies:
             rows += [("  copies of state", "", str(self.state_copies))]
-            rows += [("    state on the host", "", format_bytes(loop.state_on_host if loop else 0))]
+        if loop and loop.state_on_host:
+            rows += self._sides(self.loop_before, loop, (("  state on the host", "state_on_host"),))
         if rows and loop:
             rows += [("  kernels wait for copies", "", f"{1e3 * loop.waited:.3f} ms")]
             rows += [("    of their time, kernels run", "", f"{1 - loop.waited / (loop.copies or 1.0):.0%}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -68,6 +69,13 @@ def test_the_report_says_where_state_lies(rewritten):
     _, result = rewritten
     assert "of state on the host" in result.report.verdict()
     assert "state on the host" in result.report.to_text()
+
+
+def test_the_report_on_a_file_whose_state_was_on_the_host_says_so_too(rewritten):
+    text = rewrite_model(rewritten[1].model, "100%", costs="t4", **DEVICE).report.to_text()
+    moments = format_bytes(MOMENTS)
+    assert re.search(rf"^  state on the host +{moments} +{moments}$", text, re.M)
+    assert "kernels wait for copies" in text and "copies of state" not in text
 
 
 def test_the_report_tells_copies_of_state_from_the_original_s_nodes(rewritten):
