@@ -209,7 +209,7 @@ def _place(made: SlabLayout, homes: Sequence[_Home], stated: Stated) -> None:
     for first, name, home in coming:
         at, nbytes = home.ups[name][0], tensors[name].nbytes
         least = max(latest[name], 0 if home.state else home.gone)
-        while at > first or (at > least and live[at - 1] + nbytes <= stated.live):
+        while at > least and live[at - 1] + nbytes <= stated.live:
             at -= 1
             live[at] += nbytes
         home.ups[name] = at, first
@@ -242,6 +242,8 @@ def _with_copies(
         handle = len(made.kernels) + len(copies) - 1
         before.setdefault(at, []).append((rank, handle, LeanNode(node(kind, read, result, secret, handle))))
 
+    # Ranks before one node: what comes may lie in the memory of what is gone, and old state has come, as its wait
+    # ensures, before new state is copied over it on the host.
     event = 0
     for home in sorted(homes, key=lambda home: home.down):
         token = f"{_LEFT}{home.name}" if home.state else home.name
