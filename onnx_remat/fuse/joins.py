@@ -32,7 +32,7 @@ MOST_TRIED = 4
 """Maximum number of joined kernels that another one of their text is tried with."""
 
 
-def joined(ordered: OrderedStep, found: Fusion, more: int = 0) -> Fusion:
+def joined(ordered: OrderedStep, found: Fusion, more: int = 0, waits: bool = True) -> Fusion:
     """Join kernels of equal code where no more bytes are live then.
 
     Parameters
@@ -42,8 +42,10 @@ def joined(ordered: OrderedStep, found: Fusion, more: int = 0) -> Fusion:
     found : Fusion
     more : int
         Bytes by which the peak of small values may grow.
+    waits : bool
+        Whether large values may be live for longer, at places below the peak. A slab is harder to lay out then.
     """
-    joining = _Joining(ordered, found, more)
+    joining = _Joining(ordered, found, more, waits)
     joining.join()
     kernels: list[Kernel] = []
     order: list[int | FusedNode] = []
@@ -102,8 +104,8 @@ class _Joining:
     Of these the first row counts small values, the second all others.
     """
 
-    def __init__(self, ordered: OrderedStep, found: Fusion, more: int) -> None:
-        self.ordered, self.order = ordered, found.order
+    def __init__(self, ordered: OrderedStep, found: Fusion, more: int, waits: bool) -> None:
+        self.ordered, self.order, self.waits = ordered, found.order, waits
         self.fused = {i: made for i, each in enumerate(found.order) if (made := _fused(each, found)) is not None}
         self.final, count = ordered.uses.kept, len(found.order)
         self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, self._reads(i)))) for i in range(count)]
@@ -232,7 +234,8 @@ class _Joining:
         for name in names:
             self._add(name, 1)
         self._update_savings(touched | {self._span(name)[1] for name in names})
-        if (self.live_bytes.max(axis=1) <= self.peak).all():
+        longer = not self.waits and bool((self.live_bytes[1] > live_bytes[1]).any())
+        if not longer and (self.live_bytes.max(axis=1) <= self.peak).all():
             return True
         self.live_bytes, self.saved = live_bytes, saved
         self._move(nodes, place, old, tuple(sorted(nodes)), here)

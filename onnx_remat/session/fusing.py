@@ -222,8 +222,8 @@ def fuse_step(
         return offsets.assign(unjoined, bound.donated, least, seconds).height
 
     left = max(0, extra - max(0, live - bound.live))  # groups may have taken some of it
-    for more in dict.fromkeys((left, left // 2, 0)):  # a layout may miss its bound by a little
-        together = joins.joined(ordered, found, more)
+    for more, waits in dict.fromkeys(((left, True), (left, False), (left // 2, True), (left // 2, False), (0, False))):
+        together = joins.joined(ordered, found, more, waits)  # whose layout may miss its bound
         made = laid_out(together) if together.kernels else alone
         if isinstance(made, Laid) and (
             made.offsets.height <= live + extra

@@ -161,11 +161,12 @@ def test_gradients_do_not_wait_for_one_another_where_that_takes_memory():
     assert len(found.kernels) == 5
 
     def peak(made):
-        return joins._Joining(tight, made, 0).peak.tolist()
+        return joins._Joining(tight, made, 0, True).peak.tolist()
 
     strict, free = joins.joined(tight, found), joins.joined(replace(tight, counted={}), found)
     assert segments(free) == [5] and 1 < len(strict.kernels) < 5
     assert peak(strict) == peak(found) < peak(free)
+    assert len(joins.joined(tight, found, waits=False).kernels) == 5, "all gradients but one are large"
     apart = joins.joined(replace(tight, apart=64), found)
     assert 5 > len(apart.kernels) >= len(strict.kernels)
     assert len(joins.joined(replace(tight, apart=64), found, more=64).kernels) <= len(apart.kernels)
