@@ -56,6 +56,7 @@ def to_reshape(node: ir.Node, source: ir.Value, shape: tuple[int, ...]) -> None:
 
 
 def perm_of(node: ir.Node) -> list[int] | None:
+    """Return the order in which a Transpose puts the axes of its input; None if the file does not say."""
     if "perm" in node.attributes:
         return [int(i) for i in node.attributes["perm"].as_ints()]
     rank = node.outputs[0].shape.rank() if node.outputs[0].shape is not None else None

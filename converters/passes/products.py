@@ -157,15 +157,7 @@ def absorb_batch(node: ir.Node) -> None:
         if (found := _repeated(value)) is None:
             continue
         single, turned = found
-        if turned:
-            turn = ir.node("Transpose", [single], {"perm": [1, 0]}, metadata_props=dict(node.metadata_props))
-            made = turn.outputs[0]
-            made.name, turn.name = f"{value.name}.single", f"node.{value.name}.single"
-            made.shape, made.type = ir.Shape([*reversed(static(single) or ())]), single.type
-            assert node.graph is not None
-            node.graph.insert_before(node, turn)
-            single = made
-        node.replace_input_with(index, single)
+        node.replace_input_with(index, _turned(node, single, f"single.{index}") if turned else single)
 
 
 def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
@@ -176,8 +168,7 @@ def _repeated(value: ir.Value) -> tuple[ir.Value, bool] | None:
         of_source = static(source)
         if shape is None or of_source is None or len(shape) < 3 or len(of_source) < 2:
             return None
-        rank, perm = len(shape), perm_of(before) if before.op_type == "Transpose" else None
-        if perm == [*range(rank - 2), rank - 1, rank - 2]:
+        if _turns(before):
             turned = not turned
         elif before.op_type not in ("Reshape", "Expand") or of_source[-2:] != shape[-2:]:
             return None
