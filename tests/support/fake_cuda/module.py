@@ -5,15 +5,16 @@ has its bytes for a session; `Tensor.to` moves between the two by changing the c
 
 In: ``how``: "device", "accumulate" in micro-batches, "host" with batches on the host; ``budget``. Out: ``state`` after
 some steps, as lists, of the module trained so, and ``torch``, as PyTorch computes it on the CPU; ``devices`` of all
-tensors then; how many ``nodes`` run and how many are ``kernels``; ``live`` bytes of the device that the step took
-besides tensors, and what its ``report`` foresees for both; whether another process still ``holds`` the device; or
-``error``.
+tensors then; the bytes of a parameter, ``value``; how many ``nodes`` run and how many are ``kernels``; ``live`` bytes
+of the device that the step took besides tensors, and what its ``report`` foresees for both; whether another process
+still ``holds`` the device; or ``error``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from tests.support.fake_cuda.here import Books
 
 CUDA = torch.device("cuda", 0)
 STEPS = 4
+SHAPE = 300, 350
+"""Of parameters and batches: a thousandth of the step's memory, by which small values may grow, has room for some."""
 
 
 class Tensor(torch.Tensor):
@@ -97,9 +100,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.weight = nn.Parameter(torch.rand(30, 70, generator=generator))
-        self.bias = nn.Parameter(torch.rand(30, 70, generator=generator))
-        self.register_buffer("seen", torch.zeros(30, 70))
+        self.weight = nn.Parameter(torch.rand(*SHAPE, generator=generator))
+        self.bias = nn.Parameter(torch.rand(*SHAPE, generator=generator))
+        self.register_buffer("seen", torch.zeros(SHAPE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.mul_(0.9).add_(x)
@@ -111,7 +114,7 @@ class Loss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.linspace(0.5, 1.5, 70))
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, SHAPE[1]))
 
     def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ((output - target) ** 2 * self.weight).sum()
@@ -133,7 +136,7 @@ def _train(books: Books, how: str, budget: str | None) -> dict[str, Any]:
     torch.Tensor.to, devices._move, Session.execute = _to, _move, _execute  # type: ignore[method-assign,assignment]
     torch.cuda.synchronize = lambda _: None
     generator = torch.Generator().manual_seed(1)
-    batches = [tuple(torch.rand(2, 30, 70, generator=generator)) for _ in range(STEPS)]
+    batches = [tuple(torch.rand(2, *SHAPE, generator=generator)) for _ in range(STEPS)]
     model, own = Net(), Net()
     if how == "accumulate":  # the sum of the other parameter's gradients would be a node alone, which is not computed
         for each in (model, own):
@@ -159,7 +162,7 @@ def _train(books: Books, how: str, budget: str | None) -> dict[str, Any]:
     taken = books.read("live") - before - sum(host.nbytes for host, _ in _MIRRORS.values())
     return {
         "state": _lists(tensors), "torch": _lists(devices.own_tensors(own, None, [theirs])),
-        "devices": sorted({str(each.device) for each in tensors.values()}), "live": taken,
+        "devices": sorted({str(each.device) for each in tensors.values()}), "live": taken, "value": 4 * prod(SHAPE),
         "nodes": step._session.node_count, "kernels": step._session.kernel_count,
         "report": step.report.loop_after.total if step.report and step.report.loop_after else 0,
         "holds": worker._running is not None and worker._running[1].lives(),
