@@ -34,8 +34,9 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 4  # plans that may move values
 _ROOM = 0.93  # of the memory that the plan before was for, for one that leaves more room for copies
 _LONG = 0.1  # share of the copies' time that kernels wait for, above which such a plan is made
+_MOST = 0.5  # share above which a first plan moves too much: the next one first pays for that
 _FREE = 0.001  # extra compute below which no other plan is looked for
-_FITS = 3  # layouts with overlap for one file, each with less room than the last took too much
+_FITS, _LESS = 8, 0.03  # layouts with overlap for one file, each with less room than the last: by this share at least
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
 _HOPED, _LEAST_WAITED = 0.1, 0.02  # share of its time that a move is taken to cost: first, and at least
 _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
@@ -92,8 +93,11 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         try:
             found = for_budget(fit(its, rest, seconds_per_file, (known,)), goal.allowed)
         except BudgetInfeasibleError as error:
-            if best is not None:
+            if best is not None and allowed == goal.allowed:
                 break
+            if best is not None:
+                allowed = goal.allowed
+                continue
             if not (refusal and isinstance(error, TooLittleTime)):  # what a refusal says is of more use
                 refusal = error
             start = larger, known
@@ -110,8 +114,10 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         best = found if better else best
         if found.plan.extra_compute < _FREE or not (better or turn == 0):
             break
-        if turn and waited > _LONG:
+        if waited > _LONG and (turn or waited <= _MOST):
             allowed = int(allowed * _ROOM)
+        if _LONG < waited <= _MOST:  # in part for want of room, of which the next plan leaves more
+            waited = (link.waited * waited) ** 0.5
         link = replace(link, waited=max(waited, _LEAST_WAITED))
     found_or_given = [each for each in (best, rival) if each is not None]
     if not found_or_given:
@@ -151,9 +157,10 @@ def _overlapped(made: Fitted, goal: Goal) -> Fitted:
     stated, best = memory.copies(), footprint
     if memory.options.fuse:
         arranged = prediction.without_overlap(made.executed[memory.levels()[-1]])
-        smallest, room = least(arranged.compiled.kernels), goal.allowed - memory.counted(footprint)
+        smallest = least(arranged.compiled.kernels)
+        live = footprint.live + max(goal.allowed - memory.counted(footprint), 0)
         for _ in range(_FITS):
-            tried = replace(stated, live=footprint.live + max(room, 0))
+            tried = replace(stated, live=live)
             tried.put(arranged.compiled.graph.model)
             found = prediction.footprint(overlapped(arranged, smallest), memory.options.costs)
             over = memory.counted(found) - goal.allowed
@@ -161,7 +168,8 @@ def _overlapped(made: Fitted, goal: Goal) -> Fitted:
                 if found.seconds < best.seconds:
                     stated, best = tried, found
                 break
-            room -= 2 * over
+            # Values on their way leave gaps: the slab is larger than what is live.
+            live = max(live - max(over, int(live * _LESS)), 1)
     for model in (made.written.model, *(each.compiled.graph.model for each in made.executed.values())):
         stated.put(model)
     plain = moved(made.plan.compiled, made.plan.schedule)

@@ -101,6 +101,14 @@ def test_a_slow_link_is_not_used_where_recompute_does_it(moved):
     assert result.report.extra_compute <= 1.25 * plain.report.extra_compute
 
 
+def test_a_plan_leaves_room_for_its_copies():
+    """The first one takes the whole budget: its kernels waited for a quarter of the copies' time."""
+    model = mlp(layers=12, batch=4096, width=512)
+    report = rewrite_model(model, "50%", offload=True, host_bandwidth="25GB", costs="t4", **DEVICE).report
+    assert report.moved.covered > 0.97 and report.extra_compute < 0.005
+    assert report.loop_after.total <= report.budget
+
+
 @pytest.mark.slow
 def test_budgets_below_any_recompute_are_kept():
     model = mlp(layers=12, batch=8192, width=256)
