@@ -321,7 +321,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
         made = lay_out(executed, outputs, request.donate, least, search=False)
         model = made.compiled.graph.model
         for each in _candidates(made, least, request.secret):
-            if refused and not (each.kernels or each.copies):
+            if refused and not each.kernels:
                 each = replace(each, fused=replace(each.fused, why_not=refused))
             bound = [place.name for place in each.offsets.placements]
             on_host = {*each.state, *(state.output for state in each.state.values())}
@@ -358,7 +358,8 @@ _LOADS = 4
 
 
 def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
-    """Yield the layout with fused nodes, if possible, and then, in case ONNX Runtime changes that graph, without."""
+    """Yield the layout with fused nodes and copies, if possible, and then, in case ONNX Runtime changes that graph,
+    without fused nodes, and last without copies alongside the kernels, too."""
     from onnx_remat.session import overlap
 
     if secret:
@@ -368,6 +369,8 @@ def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayou
             yield other
             why_not = "onnxruntime changes it when it loads it"
         made = replace(made, fused=replace(made.fused, why_not=why_not))
+        if other.kernels and other.copies:
+            yield overlap.overlapped(made, least, secret)
     yield searched(made, least)
 
 

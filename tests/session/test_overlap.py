@@ -16,8 +16,9 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.session import fusing, overlap, prediction
+from onnx_remat.session import fusing, overlap, plan_session, prediction
 from onnx_remat.session.copies import KEY, Stated, kind_of
+from onnx_remat.session.offsets import least
 from onnx_remat.session.slab_layout import SlabLayout, lay_out
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
@@ -337,6 +338,17 @@ def test_a_plan_pays_only_for_what_kernels_wait_for(moved):
 def test_without_kernels_of_ours_copies_run_with_the_others(moved):
     made = prediction.laid_out(executed(moved.model), fuse=False)
     assert not made.copies
+
+
+def test_where_the_runtime_changes_the_fused_step_copies_still_run_alongside(moved):
+    step = executed(moved.model)
+    smallest = least(step.compiled.kernels)
+    made = lay_out(step, [value.name for value in moved.model.graph.output], True, smallest, search=False)
+    both, copies, neither = plan_session._candidates(made, smallest, 1)
+    assert both.kernels and both.copies and not both.fused.why_not
+    assert not copies.kernels and copies.fused.why_not == neither.fused.why_not != ""
+    assert check_copies(copies) == check_copies(both) and not neither.copies
+    assert overlap.timeline(copies).waited < 0.6 * overlap.timeline(neither).waited
 
 
 LATE = [(1, 0), (1, OUT_LATE + IN_LATE), (1_300_000, OUT_LATE), (1_300_000, IN_LATE)]
