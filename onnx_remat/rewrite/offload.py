@@ -5,7 +5,8 @@ more than a move; the next plan may move them and starts from the plan before. T
 
 Copies run alongside the kernels (`session.overlap`), as far as the budget has room for what is on its way. So a move
 costs what kernels wait for it. That is known once there is a file: the next plan pays for the share that they waited
-for in the file before. Where kernels wait for long, a plan for less memory than the budget leaves more room for copies.
+for in the file before. Where kernels wait for long, the next plan is for less memory, which leaves room for copies, and
+pays for a share between that one and the one that the file was planned with.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 _ROUNDS = 4  # plans that may move values
 _ROOM = 0.93  # of the memory that the plan before was for, for one that leaves more room for copies
 _LONG = 0.1  # share of the copies' time that kernels wait for, above which such a plan is made
-_MOST = 0.5  # share above which a first plan moves too much: the next one first pays for that
+_TOO_LONG = 0.5  # share above which a first plan moves too much: the next one pays for it, with the same memory
 _FREE = 0.001  # extra compute below which no other plan is looked for
 _FITS, _LESS = 8, 0.03  # layouts with overlap for one file, each with less room than the last: by this share at least
 _SHARE = 0.4  # of the time limit for the plan without moves, and of the rest for each later plan
@@ -93,9 +94,9 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         try:
             found = for_budget(fit(its, rest, seconds_per_file, (known,)), goal.allowed)
         except BudgetInfeasibleError as error:
-            if best is not None and allowed == goal.allowed:
-                break
             if best is not None:
+                if allowed == goal.allowed:
+                    break
                 allowed = goal.allowed
                 continue
             if not (refusal and isinstance(error, TooLittleTime)):  # what a refusal says is of more use
@@ -114,11 +115,12 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         best = found if better else best
         if found.plan.extra_compute < _FREE or not (better or turn == 0):
             break
-        if waited > _LONG and (turn or waited <= _MOST):
+        share = waited
+        if waited > _LONG and (turn or waited <= _TOO_LONG):
             allowed = int(allowed * _ROOM)
-        if _LONG < waited <= _MOST:  # in part for want of room, of which the next plan leaves more
-            waited = (link.waited * waited) ** 0.5
-        link = replace(link, waited=max(waited, _LEAST_WAITED))
+        if _LONG < waited <= _TOO_LONG:  # in part for want of room, of which the next plan leaves more
+            share = (link.waited * waited) ** 0.5
+        link = replace(link, waited=max(share, _LEAST_WAITED))
     found_or_given = [each for each in (best, rival) if each is not None]
     if not found_or_given:
         assert refusal is not None

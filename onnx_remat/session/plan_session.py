@@ -358,8 +358,11 @@ _LOADS = 4
 
 
 def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayout]:
-    """Yield the layout with fused nodes and copies, if possible, and then, in case ONNX Runtime changes that graph,
-    without fused nodes, and last without copies alongside the kernels, too."""
+    """Yield layouts in the order to try them, since ONNX Runtime may change the graph of any when it loads it.
+
+    The first has fused nodes, and copies alongside the kernels, if possible, the second only
+    such copies, the last neither.
+    """
     from onnx_remat.session import overlap
 
     if secret:

@@ -22,7 +22,7 @@ from onnx_remat.ort import moves
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite import pipeline
+from onnx_remat.rewrite import offload, pipeline
 from onnx_remat.rewrite.first_use import FirstUse
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.original import begin
@@ -107,6 +107,24 @@ def test_a_plan_leaves_room_for_its_copies():
     report = rewrite_model(model, "50%", offload=True, host_bandwidth="25GB", costs="t4", **DEVICE).report
     assert report.moved.covered > 0.97 and report.extra_compute < 0.005
     assert report.loop_after.total <= report.budget
+
+
+@pytest.mark.slow
+def test_a_plan_without_room_does_not_end_the_search(monkeypatch):
+    """Where no plan for less memory is found, the next one is for the whole budget again, at a higher price."""
+    asked, planned = [], offload.fit
+
+    def fit(goal, *rest):
+        asked.append(goal.allowed)
+        if goal.allowed < asked[0]:
+            raise BudgetInfeasibleError("less than the budget", asked[0], 0)
+        return planned(goal, *rest)
+
+    monkeypatch.setattr(offload, "fit", fit)
+    model = mlp(layers=12, batch=4096, width=512)
+    report = rewrite_model(model, "50%", offload=True, host_bandwidth="25GB", costs="t4", **DEVICE).report
+    assert len(asked) == 4 and asked[2] < asked[0] == asked[1] == asked[3]
+    assert report.moved and report.loop_after.total <= report.budget
 
 
 @pytest.mark.slow
