@@ -110,28 +110,35 @@ class Runner(ABC):
         return None
 
 
-class InPlaceRunner(Runner):
-    """Run steps with a `Session` on the CPU: one block of memory contains the state, and steps update it in place."""
+class SessionRunner(Runner):
+    """Run steps with a `Session`, whose inputs and outputs say what is state and what is left to the loop."""
 
-    def __init__(
-        self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
-    ) -> None:
+    def __init__(self, session: Session, loss: str, rate: float) -> None:
         self._session, self._loss, self._rate = session, loss, rate
         self.donated, self.not_donated = session.donated, session.not_donated
         self.formals = {a.name: a.formal for a in session.inputs}
         outputs = {a.name: a.formal for a in session.outputs}
-        given = checked(self.formals, state)
-        self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
-        self._own = set(self._arrays if copy else ())
+        check_loss(outputs, loss)
+        self._formal: Array = next(array for array in session.outputs if array.name == loss)
         renewed = _renewed(session)
+        self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         self._gradients = _left_to_apply(outputs, self.formals, renewed.values())
         self._trained = {*renewed.values(), *self._gradients.values()}
         self.optional = frozenset(session.defaults) - self._trained
-        _check_complete(self.formals, state, self.optional, self._trained)
-        check_loss(outputs, loss)
-        self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
         _check_numbers(session.outputs, self._gradients)
+
+
+class InPlaceRunner(SessionRunner):
+    """Run steps on the CPU: one block of memory contains the state, and steps update it in place."""
+
+    def __init__(
+        self, session: Session, state: Mapping[str, npt.NDArray[Any]], loss: str, rate: float, copy: bool
+    ) -> None:
+        super().__init__(session, loss, rate)
+        given = checked(self.formals, state)
+        self._arrays = _filled(_block([a for a in session.inputs if a.name in state]), given) if copy else dict(given)
+        self._own = set(self._arrays if copy else ())
+        _check_complete(self.formals, state, self.optional, self._trained)
         if not copy:
             _check_trainable(self._arrays, self._trained, state)
 
@@ -176,28 +183,18 @@ class InPlaceRunner(Runner):
         return self._arrays[name] if name in self._own or name in self._trained else None
 
 
-class DeviceRunner(Runner):
-    """Run steps with a `Session` on a device, which keeps the state; steps update it in place."""
+class DeviceRunner(SessionRunner):
+    """Run steps on a device, where the session keeps the state; steps update it in place."""
 
     on_device = True
 
     def __init__(self, session: Session, state: Mapping[str, Any], loss: str, rate: float, copy: bool) -> None:
         assert session.device is not None
-        self._session, self._device, self._loss, self._rate = session, session.device, loss, rate
-        self.donated, self.not_donated = session.donated, session.not_donated
-        self.formals = {a.name: a.formal for a in session.inputs}
-        outputs = {a.name: a.formal for a in session.outputs}
+        super().__init__(session, loss, rate)
+        self._device = session.device
         check_state(self.formals, state, self.on_device)
-        check_loss(outputs, loss)
-        self._formal: Array = next(array for array in session.outputs if array.name == loss)
-        renewed = _renewed(session)
-        self._copied = {output: name for output, name in renewed.items() if session.donated.get(output) != name}
-        self._gradients = _left_to_apply(outputs, self.formals, renewed.values())
-        trained = {*renewed.values(), *self._gradients.values()}
-        self.optional = frozenset(session.defaults) - trained
-        _check_complete(self.formals, state, self.optional, trained)
-        _check_numbers(session.outputs, self._gradients)
-        lying = {} if copy else _lying(self._device, state, trained)
+        _check_complete(self.formals, state, self.optional, self._trained)
+        lying = {} if copy else _lying(self._device, state, self._trained)
         self._use = self._device.take(state)
         self._device.bind(lying)
         for name in state:  # one by one, as a mapping may read them from a file
