@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ import onnx_remat
 from onnx_remat.process.compiled import build
 from tests.support.graphs import mlp
 from tests.support.warm import warm_processes
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one a core: more threads of theirs would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

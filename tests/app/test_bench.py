@@ -140,6 +140,7 @@ def test_refusals(flags, code, message, tmp_path, capsys, monkeypatch):
     assert message in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_refused_does_not_keep_the_others_from_an_answer(tmp_path, capsys):
     onnx.save(mlp(layers=6, batch=512, width=32), tmp_path / "fine.onnx")
     onnx.save(mlp(layers=1, batch=1, width=64), tmp_path / "weights.onnx")
@@ -159,6 +160,7 @@ def test_cuda_bisection_finds_the_limit_and_runs_what_it_returns():
     assert device.provider_options(7)["gpu_mem_limit"] == "7"
 
 
+@pytest.mark.slow
 def test_state_with_names_of_its_own_is_trained_on_both_sides(tmp_path):
     from onnx_remat.ir.state import rename
 

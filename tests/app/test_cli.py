@@ -230,6 +230,7 @@ def test_hash_seed_does_not_matter(home):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 def test_external_data_is_carried_along(home, capsys):
     model = mlp(layers=8, batch=1024, width=32)
     weight = np.random.default_rng(0).standard_normal((32, 32)).astype(np.float32)

@@ -372,6 +372,7 @@ def test_no_two_parts_exist_at_once():
         onnx_remat.rewrite_model(whole, every, effort=1)
 
 
+@pytest.mark.slow
 def test_a_budgeted_step_in_parts_trains_as_torch_does():
     torch.manual_seed(1)
     ours, theirs = (Attention(is_causal=True) for _ in range(2))

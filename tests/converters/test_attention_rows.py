@@ -191,11 +191,13 @@ def test_rows_are_left_whole_where_a_hidden_score_counts():
     assert {name: forms(made, f"each.{place}") for place, name in enumerate(LEFT)} == dict.fromkeys(LEFT, WHOLE)
 
 
+@pytest.mark.slow
 def test_a_trained_bias_of_each_key_is_a_sum_over_queries():
     model = Attention(lambda q, k, v, bias: by_hand(added(causal()), bent=lambda s: s + bias)(q, k, v), bias=TOKENS)
     assert forms(divided(model, batch())) == [(TOKENS, TOKENS)]
 
 
+@pytest.mark.slow
 def test_groups_of_heads_share_keys():
     assert forms(divided(Attention(attend(is_causal=True, enable_gqa=True), groups=1), batch())) == TRIANGLE
 
@@ -298,6 +300,7 @@ def test_memory_and_work_follow():
     assert sum(a * b for a, b in forms(taken)) == 2 * 5 / 8 * 1024**2
 
 
+@pytest.mark.slow
 def test_a_file_from_elsewhere():
     """`add_backward` compares the gradients with differences by itself."""
     rng = np.random.default_rng(0)

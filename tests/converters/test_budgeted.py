@@ -341,6 +341,7 @@ def test_rates_of_an_optimizer_that_was_loaded():
     close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_memory_of_another_layout_at_the_same_address():
     ours, _, step, batch, theirs, other = small(lr=0.1)
     for _ in range(2):
@@ -370,6 +371,7 @@ class Counting(torch.optim.Optimizer):
                     parameter.add_(parameter.grad * (-group["lr"] / state["step"]))
 
 
+@pytest.mark.slow
 def test_numbers_of_an_optimizer_that_was_loaded():
     ours, mine, _, batch, theirs, other = small(Counting)
     mine.state.clear()
@@ -552,6 +554,7 @@ def fit_for_both(change, loss=lambda model: nn.functional.mse_loss):
     close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_parameters():
     def penalized(model):
         return lambda made, target: (
@@ -970,6 +973,7 @@ def test_micro_batches_and_a_scaler_within_a_budget():
         assert {int(pieces["step"]) for pieces in tensor.state.values()} == {3}, name
 
 
+@pytest.mark.slow
 def test_dropouts_behind_frozen_layers_drop():
     """No gradient needs their masks, and ONNX Runtime leaves out a Dropout whose mask nobody reads."""
     torch.manual_seed(0)

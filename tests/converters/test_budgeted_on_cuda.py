@@ -266,6 +266,7 @@ def made():
         yield step, model, optimizer, batch
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_steps_on_the_device_is_traced_on_the_host(made):
     step, _, _, batch = made
     before = float(step(batch))

@@ -134,6 +134,7 @@ def test_an_entry_that_is_damaged_is_exported_again(kept, folders, name):
     assert made(batch) == kept
 
 
+@pytest.mark.slow
 def test_a_step_whose_comparison_fails_is_refused_each_time(monkeypatch, folders):
     def fail(*_, **__):
         raise ConversionError("the step is wrong")

@@ -269,6 +269,7 @@ def test_a_rate_is_not_rounded_to_half_precision(rate):
     assert (made == model.weight.detach().float().numpy()).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*budget")
 def test_sums_at_indices_in_float16_train_on_the_cpu():
     """Those of a MaxPool's gradient: ONNX Runtime's CPU has no kernel for them in float16."""

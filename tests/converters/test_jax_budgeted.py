@@ -187,6 +187,7 @@ def test_refusals():
         step(*example)
 
 
+@pytest.mark.slow
 def test_a_scan_over_nothing_and_a_fori_loop_train():
     """ONNX's Scan reads at least one sequence."""
 

@@ -220,6 +220,7 @@ def test_memory_that_another_takes_the_place_of(kind):
     assert torch.equal(before, model[0].weight)
 
 
+@pytest.mark.slow
 def test_a_cache_outside_the_model():
     @functools.cache
     def mask(size):
@@ -348,6 +349,7 @@ def test_a_file_says_what_is_constant():
         export_training_step(model, example(), F.cross_entropy, optimizer)
 
 
+@pytest.mark.slow
 def test_within_a_budget_with_open_sizes():
     torch.manual_seed(0)
     ours, loss = network(), Plain()
@@ -369,6 +371,7 @@ def test_within_a_budget_with_open_sizes():
         loss.change()
 
 
+@pytest.mark.slow
 def test_a_loss_that_only_the_step_refers_to_lives_as_long_as_the_step():
     torch.manual_seed(0)
     model, batch = nn.Linear(4, 3), (torch.rand(8, 4), torch.arange(8) % 3)

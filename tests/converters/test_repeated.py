@@ -94,6 +94,7 @@ def test_values_decided_on_the_host_by_torchs_own_generator_are_refused():
             export_training_step(model, BATCH, cross_entropy)
 
 
+@pytest.mark.slow
 def test_an_unused_layer_is_left_alone():
     """By weight decay and momentum as well, as torch leaves a parameter without a gradient."""
     ours, theirs = net(lambda b, x: x), net(lambda b, x: x)

@@ -141,6 +141,7 @@ def test_a_sum_of_thousands_of_terms_is_read():
     assert len(rewritten(onnx.shape_inference.infer_shapes(model)).graph.node) == 3001
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_has_one_product_for_each_weight():
     torch = pytest.importorskip("torch")
     from onnx_remat.converters.pytorch import export_training_step

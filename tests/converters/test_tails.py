@@ -113,6 +113,7 @@ class Maximum(nn.Module):
         )
 
 
+@pytest.mark.slow
 def test_the_last_of_equal_maxima_has_the_gradient_and_matrices_may_be_large():
     x = torch.tensor([1.0, 1.0, -torch.inf, 0.5, 2.0, 2.0, 2.0])
     model, by = Maximum(x, torch.tensor([[-200.0, 1.0], [0.5, -3.0]])), torch.arange(1.0, 8)

@@ -122,6 +122,7 @@ def test_refusals_say_what_to_do(options, samples, said, tmp_path):
         trained(BudgetedTrainer, language(layers=1), tmp_path, texts(samples), options=options, check=False)
 
 
+@pytest.mark.slow
 def test_wrapped_optimizers_count_as_those_in_them():
     """As `Accelerator.prepare` returns them; schedules change the rate inside."""
     accelerate = pytest.importorskip("accelerate")

@@ -400,6 +400,7 @@ def rows_of(count):
 START = {"w": np.ones(3, np.float32)}
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_has_a_weight_and_values_of_its_own(here):
     from onnx_remat.distributed import DataParallel
 
@@ -473,6 +474,7 @@ def test_numbers_of_small_types_are_given_as_lists(here):
     assert DataParallel(model, START).step({"x": rows_of(4), "k": 7}) == 2 + 7
 
 
+@pytest.mark.slow
 def test_a_float_input_called_seed_is_a_number_like_others(here):
     from onnx_remat.distributed import DataParallel
 
@@ -498,6 +500,7 @@ def test_a_gradient_that_is_nan_makes_all_gradients_nan_where_they_are_clipped(h
     assert {name: bool(np.isnan(array).all()) for name, array in training.state().items()} == {"w": True, "u": True}
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_size_with_which_the_step_does_not_open(here, tmp_path, monkeypatch):
     from onnx_remat.distributed import DataParallel, parallel
 
@@ -532,6 +535,7 @@ def test_inputs_that_nobody_gives_have_their_defaults(here):
     assert training.state()["w"].tolist() == [-1 - 2 * 0.25 * 4] * 3
 
 
+@pytest.mark.slow
 def test_numbers_in_bfloat16_are_numbers_or_refused(here):
     from onnx_remat.distributed import DataParallel
 

@@ -271,6 +271,7 @@ def test_a_loop_s_file_is_simulated_with_the_sizes_that_a_loop_gives(tmp_path):
     assert found.trained == made.report.loop_after.total
 
 
+@pytest.mark.slow
 def test_a_file_planned_without_kernels_is_checked_and_explained_so(tmp_path):
     model, path = mlp(layers=8, batch=8192, width=64), tmp_path / "small.onnx"
     result = onnx_remat.rewrite_model(model, "70%", effort=0.5, fuse=False)

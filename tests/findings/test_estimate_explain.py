@@ -120,6 +120,7 @@ def test_a_first_look_searches_where_the_plans_that_it_starts_from_take_more_tha
     assert onnx_remat.rewrite_model(step, advised, effort=0.5, verify="none").report.covered()[1] <= advised
 
 
+@pytest.mark.slow
 def test_what_a_budget_covers_is_what_is_estimated(step):
     found = estimate(step, run_by="session")
     assert (found.run_by, found.covered) == ("session", found.peak.total)

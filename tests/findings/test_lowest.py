@@ -75,6 +75,7 @@ def test_what_the_original_takes_is_not_impossible(monkeypatch):
     assert found.impossible == found.budget == 8000
 
 
+@pytest.mark.slow
 def test_the_lowest_budget_of_a_chain_is_kept_again(tmp_path, capsys):
     model = chain(8, 1024, 64)
     path = tmp_path / "chain.onnx"

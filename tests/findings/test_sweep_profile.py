@@ -57,6 +57,7 @@ def test_a_curve_states_memory_and_the_bound_of_an_estimate(curve):
     assert f"impossible: any budget below {format_bytes(bound)}" in others
 
 
+@pytest.mark.slow
 def test_a_curve_of_a_loop_states_the_predicted_time_of_a_step():
     curve = sweep(chain(6, 512, 64), 2, effort=0.05, run_by="loop")
     head, *_ = curve.to_text().splitlines()
@@ -180,6 +181,7 @@ def test_names_of_profiled_nodes_may_have_several_lines(tmp_path):
     assert "MatMul" in {event["args"]["op_name"] for event in events}
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_step_in_a_body(tmp_path):
     pytest.importorskip("onnxruntime")
     path = tmp_path / "body.onnx"
@@ -209,6 +211,7 @@ def test_a_profile_has_no_nodes_of_bodies():
     assert [[e["recorded"] for e in same] for same in nodes.values()] == [[5, 5], [1, 1]]
 
 
+@pytest.mark.slow
 def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
     with pytest.raises(UsageError, match="unknown selector 'none'"):
         [*_tried_apart(mlp(), [1, 2, 3], 2, {"selector": "none"}, ["a", "b", "c"], silent)]

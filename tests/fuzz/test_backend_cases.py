@@ -25,7 +25,7 @@ ONCE_WRONG = (
 )  # fmt: skip
 """Half precision where a kernel has none, and a convolution whose channels do not fill a block."""
 
-_EVERY = 300
+_EVERY = 600
 
 HOLD = (
     "is not a tensor of numbers", "is a sequence, whose size", "is a optional, whose size", "is a map, whose size",
@@ -66,7 +66,7 @@ def test_some_of_them():
             counted += not isinstance(answer, str)
             found += unexpected(name, answer) if not isinstance(answer, str) else []
     assert not found, "\n".join(found)
-    assert counted >= 6
+    assert counted >= 3
 
 
 @pytest.mark.slow

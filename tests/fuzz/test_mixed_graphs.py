@@ -31,7 +31,7 @@ def test_they_do_what_stock_onnx_runtime_does(seeds, pytestconfig):
     assert counted
 
 
-@pytest.mark.parametrize("name", few(sorted(mixed.PARTS), sorted(mixed.PARTS)[::4]))
+@pytest.mark.parametrize("name", few(sorted(mixed.PARTS), sorted(mixed.PARTS)[::8]))
 def test_every_part_alone(name):
     """With plain ones around it, so that what it is wrong about lies where others are still read."""
     graph = mixed.Mixed(1, 6, (name, name, "product", "merged", "many_readers"))

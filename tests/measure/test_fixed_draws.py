@@ -111,6 +111,7 @@ def test_a_step_with_draws_in_a_body_is_not_compared_and_not_refused(run_by):
     assert found.outputs_equal == "not compared: node 'choice' draws random numbers in a body"
 
 
+@pytest.mark.slow
 def test_a_session_with_draws_in_a_body_is_not_compared(tmp_path):
     onnx.save(with_drawing_body(), tmp_path / "step.onnx")
     session(tmp_path / "step.onnx", level="disable")

@@ -34,6 +34,7 @@ def saved(path, op_type):
     return path
 
 
+@pytest.mark.slow
 def test_hostile_feeds_show_what_plain_ones_hide(tmp_path):
     """On numbers between -0.2 and 0.2 a Clip at 3e4 is the identity."""
     first = saved(tmp_path / "a.onnx", "Identity")
@@ -48,6 +49,7 @@ def test_hostile_feeds_show_what_plain_ones_hide(tmp_path):
         verify.bitwise(first, tmp_path / "b.onnx")
 
 
+@pytest.mark.slow
 def test_strings_are_fed_and_compared(tmp_path):
     text = (onnx.TensorProto.STRING, [4])
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("StringConcat", ["y", "x"], ["z"])]

@@ -69,6 +69,7 @@ print(default_order([[], [0], []]))
 """
 
 
+@pytest.mark.slow
 def test_a_package_that_cannot_be_written_is_cached_for_the_user_and_not_stale(tmp_path: Path) -> None:
     copy, cache = tmp_path / "site" / "onnx_remat", tmp_path / "cache"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))

@@ -83,6 +83,7 @@ def test_compiled_code_is_notified():
     assert deadline.cut_short
 
 
+@pytest.mark.slow
 def test_an_annealing_without_end_ends_with_the_limit(monkeypatch):
     """It takes as long as one that ends at once, and the limit; twice as much at most, whatever the machine does."""
 

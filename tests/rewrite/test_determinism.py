@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.rewrite.test_odd_graphs import ODD
 
 CLASSES = (
@@ -26,6 +28,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_odd_graphs_are_written_alike_whatever_the_hash_seed(pytestconfig):
     """With ``--fuzz`` all of them, under three seeds."""
     names, seeds = (tuple(ODD), "017") if pytestconfig.getoption("--fuzz") else (CLASSES, "01")

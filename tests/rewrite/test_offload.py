@@ -93,6 +93,7 @@ def test_the_same_call_writes_the_same_file(moved):
     assert again.model.SerializeToString() == free.model.SerializeToString()
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_not_used_where_recompute_does_it(moved):
     model, _, plain = moved
     result = rewrite_model(model, "50%", offload=True, host_bandwidth="1MB", costs="t4", **DEVICE)
@@ -101,6 +102,7 @@ def test_a_slow_link_is_not_used_where_recompute_does_it(moved):
     assert result.report.extra_compute <= 1.25 * plain.report.extra_compute
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_room_for_its_copies():
     """The first one takes the whole budget: its kernels waited for a quarter of the copies' time."""
     model = mlp(layers=12, batch=4096, width=512)

@@ -160,6 +160,7 @@ def test_graphs_that_the_runtime_takes_minutes_to_load_are_planned_from_the_file
     assert as_executed(result.model, None, "all", Preparation(CPU)).timeline.peak <= report.budget
 
 
+@pytest.mark.slow
 def test_a_loop_may_have_such_a_graph(monkeypatch):
     """A session of ours follows what the runtime makes of it: it is asked, at the level that the session uses alone."""
     pytest.importorskip("onnxruntime")

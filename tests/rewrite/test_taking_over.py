@@ -104,6 +104,7 @@ def test_the_least_possible_is_said_only_of_what_the_bound_proves():
     assert none.verdict().endswith(", the least possible")
 
 
+@pytest.mark.slow
 def test_what_kernels_compute_again_is_no_distance_from_the_best_plan():
     """The bound takes it as free, as a kernel may compute it without any plan."""
     report = rewrite_model(SAMPLES / "attention_stack.onnx", "60%", effort=0.3).report

@@ -46,6 +46,7 @@ def test_a_plan_for_a_loop_computes_the_same(result):
     assert same_bits(run_model(model, feeds), run_model(result.model, feeds))
 
 
+@pytest.mark.slow
 def test_the_same_budget_costs_a_loop_no_more_compute_than_a_session():
     """A loop's slab holds no new weights, and no dead buffers."""
     model = mlp(layers=12, batch=32768, width=32)
