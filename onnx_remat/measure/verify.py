@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from onnx_remat import files
@@ -17,6 +16,7 @@ from onnx_remat.ir.body import into_body
 from onnx_remat.ir.graph import build
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.measure import fixed_draws, processes, training_memory
+from onnx_remat.measure.comparison import compare
 from onnx_remat.measure.probe import FEEDS
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.registry import kernels_of
@@ -26,18 +26,6 @@ from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from onnx_remat.units import format_bytes
 
 MODES = ("none", "check", "run")
-
-_TOLERANCE = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-9}
-"""Relative tolerance by dtype, for optimisations that fuse a forward chain but not its recompute."""
-
-_FEW, _SHARE, _ROUNDINGS = 16, 0.1, 128
-"""Entries of which the whole tolerance of the largest may be used, in number and as a share of all; and the roundings
-of the largest entry that all may use.
-
-One entry may be a sum that cancels. Where many small entries are wrong, a large one alongside would hide it. Outputs of
-the seven sample models (file and `session.session.Session` at level "all") differ by at most 14 roundings of the
-largest entry, nine entries of ten by at most 8.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +106,36 @@ def _standard(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What runs may take, in bytes.
+
+    Attributes
+    ----------
+    tensors : int
+        Limit on the peak of tensors.
+    arena : bool
+        Does it also apply with `runtime.session_options()`?
+    training : int, optional
+        Limit on all memory of training.
+    beyond : (int, int)
+        `processes.beyond_tensors` of original and result, to subtract from the measured peaks.
+    """
+
+    tensors: int
+    arena: bool = False
+    training: int | None = None
+    beyond: tuple[int, int] = (0, 0)
+
+
 def run(
     compiled: Compiled,
     rewritten: onnx.ModelProto,
     folder: Path | None,
-    dims: dict[str, int],
-    budget: int,
+    dims: Mapping[str, int],
+    limits: Limits,
     order: Sequence[str],
-    arena: bool = False,
     rounded: Sequence[str] = (),
-    trained: int | None = None,
-    beyond: tuple[int, int] = (0, 0),
     body: bool = False,
     fuse: bool = True,
 ) -> Measured:
@@ -144,20 +151,13 @@ def run(
     rewritten : onnx.ModelProto
     folder : Path or None
         Folder of the external data.
-    dims : dict of str to int
+    dims : mapping of str to int
         Sizes of symbolic dimensions.
-    budget : int
-        Limit on the peak of tensors, in bytes.
+    limits : Limits
     order : sequence of str
         Node names in the emulated order, without graph optimisations.
-    arena : bool
-        Does the budget also apply with `runtime.session_options()`?
     rounded : sequence of str
         Values that only one of the two files rounds: with any, outputs need not be bit-identical.
-    trained : int, optional
-        Limit on all memory of training, in bytes.
-    beyond : (int, int)
-        `processes.beyond_tensors` of original and result, to subtract from the measured peaks.
     body : bool
         Is the result written into a body (`ir.body`)? Then the body is measured with default options and its outputs
         are compared.
@@ -169,69 +169,122 @@ def run(
     VerificationError
         Outputs differ, or a measured peak exceeds its limit.
     """
-    original = compiled.graph.model
-    models = {"before": original, "after": rewritten}
-    races = bool(fixed_draws.race_warnings(original, compiled.kernels))
     with files.scratch() as home:
-        paths = {name: _written(model, folder, home / name) for name, model in models.items()}
-        settled = without_chance((original, rewritten), folder, home / "settled", compiled.tensors)
-        equals = dict(zip(models, settled, strict=True)) if settled else paths
-        plain, incomparable = home / "plain.npz", _incomparable(original)
-        if not incomparable:
-            equal = bitwise(equals["before"], equals["after"], dims, exactly=not rounded)
-            for name, path in equals.items():
-                processes.measure(path, outputs=home / f"{name}.npz", dims=dims, threads=1 if races else 0)
-            processes.measure(equals["before"], "disable", outputs=plain, dims=dims, threads=1 if races else 0)
-            compare(home / "before.npz", home / "after.npz", exactly=False, plain=plain)
-            equal += (" (random draws fixed)" if settled else "") + (" on one thread" if races else "")
-        executed = processes.measure(paths["after"], "disable", dims=dims, trace=True).executed
-        before = processes.measure(paths["before"], dims=dims).peak_bytes - beyond[0]
-        allowed = budget + beyond[1]
-        after = processes.peak_under(allowed, partial(processes.measure, paths["after"], dims=dims)) - beyond[1]
-        shown = paths | ({"after": _written(into_body(rewritten), folder, home / "body")} if body else {})
-        default = {n: processes.measure(p, dims=dims, default=True, steps=3) for n, p in shown.items()}
-        if body and not settled and not incomparable:
-            processes.measure(shown["after"], outputs=home / "body.npz", dims=dims, threads=1 if races else 0)
-            compare(home / "after.npz", home / "body.npz", exactly=False, plain=plain)
-        with_arena = processes.peak_under(budget, partial(_with_arena, paths["after"], dims)) if arena else None
-        seconds = processes.race(paths["before"], paths["after"], dims=dims)
-        taken = {}
-        if trained is not None:
-            known = {} if incomparable else {"all": home / "after.npz", "disable": plain}
-            session(equals["after"], dims, level="disable")
-            session(equals["after"], dims, known=known)
-        if trained is not None and training_memory.available():
-            taken = {name: training_memory.measure(path, dims, fuse=fuse).total for name, path in paths.items()}
-    if trained is not None and taken and taken["after"] > trained:
-        raise VerificationError(
-            f"training used {format_bytes(taken['after'])}, above the budget {format_bytes(trained)} and its "
-            "prediction: ask for a smaller budget"
-        )
-    if after > budget + processes.RESOLUTION:
-        raise VerificationError(
-            f"measured peak {format_bytes(after)} exceeds the budget {format_bytes(budget)}: ask for a smaller budget"
-        )
-    if with_arena is not None and with_arena > budget + processes.RESOLUTION:
-        raise VerificationError(
-            f"ONNX Runtime used {format_bytes(with_arena)} with its arena, above the budget {format_bytes(budget)} and "
-            "its prediction: ask for a smaller budget"
-        )
+        both = _Both.written(compiled, rewritten, folder, dims, home)
+        first, second = both.paths.values()
+        equal = both.incomparable or _equality(both, exactly=not rounded)
+        executed = processes.measure(second, "disable", dims=dims, trace=True).executed
+        before = processes.measure(first, dims=dims).peak_bytes - limits.beyond[0]
+        of_tensors = partial(processes.measure, second, dims=dims)
+        after = processes.peak_under(limits.tensors + limits.beyond[1], of_tensors) - limits.beyond[1]
+        in_body = _written(into_body(rewritten), folder, home / "body") if body else second
+        default = [processes.measure(path, dims=dims, default=True, steps=3) for path in (first, in_body)]
+        if body and both.settled is both.paths and not both.incomparable:
+            both.run_to("body", in_body)
+            compare(both.outputs("after"), both.outputs("body"), exactly=False, plain=both.outputs("plain"))
+        of_arena = partial(processes.measure, second, dims=dims, default=True, patterns=False, steps=3)
+        with_arena = processes.peak_under(limits.tensors, of_arena) if limits.arena else None
+        seconds = processes.race(first, second, dims=dims)
+        trained: dict[str, int] = {}
+        if limits.training is not None:
+            _compare_sessions(both)
+            if training_memory.available():
+                trained = {n: training_memory.measure(path, dims, fuse=fuse).total for n, path in both.paths.items()}
+    allowed, predicted = limits.tensors + processes.RESOLUTION, " and its prediction"
+    if limits.training is not None:
+        _check("training used", trained.get("after", 0), limits.training, limits.training, predicted)
+    _check("the measured peak is", after, allowed, limits.tensors)
+    _check("ONNX Runtime with its arena used", with_arena or 0, allowed, limits.tensors, predicted)
     return Measured(
         before=before,
         after=after,
-        before_default=default["before"].peak_bytes,
-        after_default=default["after"].peak_bytes,
+        before_default=default[0].peak_bytes,
+        after_default=default[1].peak_bytes,
         after_arena=with_arena,
         before_seconds=seconds[0],
         after_seconds=seconds[1],
-        outputs_equal=incomparable or equal,
+        outputs_equal=equal,
         order_kept=_order_kept(order, executed),
-        unresolved=max(0, max(after, with_arena or 0) - budget),
-        trained_before=taken.get("before"),
-        trained_after=taken.get("after"),
-        before_beyond=beyond[0],
-        after_beyond=beyond[1],
+        unresolved=max(0, max(after, with_arena or 0) - limits.tensors),
+        trained_before=trained.get("before"),
+        trained_after=trained.get("after"),
+        before_beyond=limits.beyond[0],
+        after_beyond=limits.beyond[1],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """The original and the result on the disk, and the outputs of their runs.
+
+    Attributes
+    ----------
+    home : Path
+    paths : dict of str to Path
+        Of "before" and "after".
+    settled : dict of str to Path
+        The same two with equal draws; `paths` itself where no op is random.
+    dims : mapping of str to int
+    threads : int
+        1 where kernels are not reproducible on more, else 0.
+    incomparable : str
+        Why outputs of two runs are not compared; empty where they are.
+    """
+
+    home: Path
+    paths: dict[str, Path]
+    settled: dict[str, Path]
+    dims: Mapping[str, int]
+    threads: int
+    incomparable: str
+
+    @classmethod
+    def written(
+        cls, compiled: Compiled, rewritten: onnx.ModelProto, folder: Path | None, dims: Mapping[str, int], home: Path
+    ) -> _Both:
+        """Write both models to a folder."""
+        original = compiled.graph.model
+        paths = {"before": _written(original, folder, home / "before")}
+        paths["after"] = _written(rewritten, folder, home / "after")
+        settled = without_chance((original, rewritten), folder, home / "settled", compiled.tensors)
+        equals = dict(zip(paths, settled, strict=True)) if settled else paths
+        races = bool(fixed_draws.race_warnings(original, compiled.kernels))
+        return cls(home, paths, equals, dims, int(races), _incomparable(original))
+
+    def outputs(self, name: str) -> Path:
+        """Return where the outputs of a run are."""
+        return self.home / f"{name}.npz"
+
+    def run_to(self, name: str, path: Path, level: str = "all") -> None:
+        """Run a file once, and write its outputs."""
+        processes.measure(path, level, outputs=self.outputs(name), dims=self.dims, threads=self.threads)
+
+
+def _equality(both: _Both, exactly: bool) -> str:
+    """Compare all outputs, without graph optimisations and with them; return how equal they are."""
+    equal = bitwise(both.settled["before"], both.settled["after"], both.dims, exactly)
+    for name, path in both.settled.items():
+        both.run_to(name, path)
+    both.run_to("plain", both.settled["before"], "disable")
+    compare(both.outputs("before"), both.outputs("after"), exactly=False, plain=both.outputs("plain"))
+    fixed = "" if both.settled is both.paths else " (random draws fixed)"
+    return equal + fixed + (" on one thread" if both.threads else "")
+
+
+def _compare_sessions(both: _Both) -> None:
+    """Compare what `session.session.Session` computes for the result with ONNX Runtime's own session."""
+    known = {} if both.incomparable else {"all": both.outputs("after"), "disable": both.outputs("plain")}
+    session(both.settled["after"], both.dims, level="disable")
+    session(both.settled["after"], both.dims, known=known)
+
+
+def _check(what: str, taken: int, allowed: int, budget: int, predicted: str = "") -> None:
+    """Raise VerificationError where a run took more than is allowed."""
+    if taken > allowed:
+        raise VerificationError(
+            f"{what} {format_bytes(taken)}, above the budget {format_bytes(budget)}{predicted}: "
+            "ask for a smaller budget"
+        )
 
 
 def _incomparable(model: onnx.ModelProto) -> str:
@@ -239,11 +292,6 @@ def _incomparable(model: onnx.ModelProto) -> str:
     found = fixed_draws.drawing_bodies(model)
     label = found[0].name or found[0].output[0] if found else ""
     return f"not compared: node {label!r} draws random numbers in a body" if found else ""
-
-
-def _with_arena(path: Path, dims: Mapping[str, int]) -> processes.Measurement:
-    """Measure some steps with `runtime.session_options()`."""
-    return processes.measure(path, dims=dims, default=True, patterns=False, steps=3)
 
 
 def without_chance(
@@ -337,60 +385,6 @@ def session(
         raise VerificationError(
             f"onnx-remat's session is wrong here, use ONNX Runtime's own: input {changed[0]!r} was overwritten"
         )
-
-
-def compare(before: Path, after: Path, exactly: bool, plain: Path | None = None) -> str:
-    """Compare two ``.npz`` of outputs; return how equal they are, or raise VerificationError.
-
-    Keys are ``<index>:<name>``, as `processes.measure` writes them. `plain` contains the original's outputs without
-    graph optimisations: where the optimisations alone change an output, such as a gradient that cancels to zero and is
-    pure rounding, the tolerance grows by that change. The tolerance is relative to the largest entry of an output,
-    since any entry may be a sum that cancels; for many entries of one output it is smaller.
-    """
-    blind = []
-    with np.load(before) as a, np.load(after) as b, np.load(plain or before) as c:
-        for key in a.files:
-            x, y, name = a[key], b[key], key.partition(":")[2]
-            if x.shape != y.shape or x.dtype != y.dtype:
-                raise VerificationError(f"output {name!r} changed from {x.dtype}{x.shape} to {y.dtype}{y.shape}")
-            if exactly and not _same_bits(x, y):
-                raise VerificationError(f"output {name!r} is not bitwise equal with graph optimisations off")
-            if not exactly and not _close(x, y, c[key]):
-                raise VerificationError(
-                    f"output {name!r} differs by more than {_TOLERANCE.get(x.dtype.name, 0)} relative"
-                )
-            if x.dtype.kind == "f" and np.isnan(x).any():
-                blind.append(name)
-    equal = "bitwise equal" if exactly else "equal within tolerance"
-    # NaN compares equal to NaN, so these outputs would hide an error
-    return equal + (f" (but {len(blind)} of them, {blind[0]!r} first, hold NaN on random inputs)" if blind else "")
-
-
-def _same_bits(x: np.ndarray, y: np.ndarray) -> bool:
-    """Are all bits equal, except for payloads of NaN? Those depend on the alignment of a kernel's vectors."""
-    if x.dtype.kind != "f":
-        return x.tobytes() == y.tobytes()
-    numbers = ~np.isnan(x)
-    return np.array_equal(numbers, ~np.isnan(y)) and x[numbers].tobytes() == y[numbers].tobytes()
-
-
-def _close(x: np.ndarray, y: np.ndarray, plain: np.ndarray) -> bool:
-    tolerance = _TOLERANCE.get(x.dtype.name, 0.0)
-    if not tolerance:
-        return bool(np.array_equal(x, y))
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities, and differences in half precision
-        largest, moved = _largest(x), 2 * _largest(x - plain)
-        if not np.allclose(x, y, rtol=tolerance, atol=largest * tolerance + moved, equal_nan=True):
-            return False
-        of_many = max(tolerance / 16, _ROUNDINGS * float(np.finfo(x.dtype).eps))
-        if of_many >= tolerance:
-            return True
-        off = np.count_nonzero(np.abs(x - y) > tolerance * np.abs(x) + (largest * of_many + moved))
-    return bool(off <= max(_FEW, x.size * _SHARE))
-
-
-def _largest(x: np.ndarray) -> float:
-    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def _order_kept(expected: Sequence[str], executed: Sequence[str]) -> bool:

@@ -306,11 +306,15 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
     # A loop's budget does not cover a plain session, whose peak is compared with the simulated one.
     by_loop = isinstance(job.goal.memory, LoopMemory)
     simulated = max(each.timeline.peak for each in executed.values())
-    return verify.run(
-        compiled, written.model, original.folder, dict(options.dims), simulated if by_loop else job.goal.allowed, order,
-        options.arena, written.rounded, trained=job.goal.allowed if by_loop else None,
+    limits = verify.Limits(
+        tensors=simulated if by_loop else job.goal.allowed,
+        arena=options.arena,
+        training=job.goal.allowed if by_loop else None,
         beyond=(beyond_tensors(original.executed), beyond_tensors(list(executed.values())[-1])),
-        body=not options.patterns, fuse=options.fuse,
+    )
+    return verify.run(
+        compiled, written.model, original.folder, options.dims, limits, order, written.rounded, not options.patterns,
+        options.fuse,
     )  # fmt: skip
 
 

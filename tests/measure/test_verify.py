@@ -15,6 +15,7 @@ from onnx import helper
 from onnx_remat import Session
 from onnx_remat.errors import VerificationError
 from onnx_remat.measure import processes, training_memory, verify
+from onnx_remat.measure.comparison import compare, same_bits
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
@@ -85,10 +86,10 @@ def test_what_optimisations_move_by_themselves_may_differ_by_as_much_again(tmp_p
     paths = {name: tmp_path / f"{name}.npz" for name in values}
     for name, value in values.items():
         np.savez(paths[name], **{"0:gradient": np.float32([value, 0]), "1:loss": np.float32(1)})
-    verify.compare(paths["before"], paths["near"], False, paths["plain"])
+    compare(paths["before"], paths["near"], False, paths["plain"])
     for after, plain in [("near", None), ("far", paths["plain"])]:
         with pytest.raises(VerificationError, match="'gradient' differs"):
-            verify.compare(paths["before"], paths[after], False, plain)
+            compare(paths["before"], paths[after], False, plain)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
@@ -104,25 +105,25 @@ def test_many_wrong_entries_are_not_hidden_by_a_large_one(kind, tmp_path):
     for name, values in (("before", before), ("wrong", wrong), ("few", few), ("rounded", rounded)):
         np.savez(tmp_path / f"{name}.npz", **{"0:gradient": values})
     for name in ("few", "rounded"):
-        verify.compare(tmp_path / "before.npz", tmp_path / f"{name}.npz", False)
+        compare(tmp_path / "before.npz", tmp_path / f"{name}.npz", False)
     with pytest.raises(VerificationError, match="'gradient' differs"):
-        verify.compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False)
-    verify.compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False, plain=tmp_path / "wrong.npz")
+        compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False)
+    compare(tmp_path / "before.npz", tmp_path / "wrong.npz", False, plain=tmp_path / "wrong.npz")
 
 
 def test_half_precision_is_compared_without_warnings(tmp_path, recwarn):
     for name, value in (("before", 65504), ("after", -65504)):
         np.savez(tmp_path / f"{name}.npz", **{"0:y": np.float16([value, 1])})
-    verify.compare(tmp_path / "before.npz", tmp_path / "before.npz", False)
+    compare(tmp_path / "before.npz", tmp_path / "before.npz", False)
     with pytest.raises(VerificationError, match="'y' differs"):
-        verify.compare(tmp_path / "before.npz", tmp_path / "after.npz", False, tmp_path / "after.npz")
+        compare(tmp_path / "before.npz", tmp_path / "after.npz", False, tmp_path / "after.npz")
     assert not recwarn.list
 
 
 def test_the_sign_of_zero_counts_and_what_a_nan_carries_does_not():
-    assert not verify._same_bits(np.float32([0.0]), np.float32([-0.0]))
-    assert verify._same_bits(np.float32([np.nan, 1]), np.float32([-np.nan, 1]))
-    assert not verify._same_bits(np.float32([np.nan]), np.float32([1]))
+    assert not same_bits(np.float32([0.0]), np.float32([-0.0]))
+    assert same_bits(np.float32([np.nan, 1]), np.float32([-np.nan, 1]))
+    assert not same_bits(np.float32([np.nan]), np.float32([1]))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are measured on Linux only")
