@@ -33,11 +33,11 @@ from typing import Any
 import onnx
 
 from onnx_remat.errors import OnnxRematError
+from onnx_remat.ir.metadata import BUDGET_KEY
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.session.prediction import predict
-from onnx_remat.write.decided import BUDGET_KEY
 from scripts.results import Table, save
 from tests.support.fake_cuda import here, run
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.ir.shapes import INITIAL_KEY
+from onnx_remat.ir.metadata import INITIAL_KEY
 
 from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import torch
 
-from onnx_remat.ir.shapes import INITIAL_KEY
+from onnx_remat.ir.metadata import INITIAL_KEY
 
 from .. import names
 from . import optimizer_facts, recipe, updates

@@ -16,6 +16,7 @@ from onnx_remat import files
 from onnx_remat.findings.planned_options import options_of
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
+from onnx_remat.ir.metadata import RECOMPUTE_KEY
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.messages import Finding
@@ -27,7 +28,7 @@ from onnx_remat.ort.peaks import held
 from onnx_remat.process import worker
 from onnx_remat.session.prediction import predict
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import RECOMPUTE_KEY, planned
+from onnx_remat.write.decided import planned
 
 
 @dataclass(frozen=True, slots=True)

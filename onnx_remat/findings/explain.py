@@ -15,7 +15,8 @@ from onnx_remat.findings.planned_options import options_of
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.shapes import TAG, UNSEEN
+from onnx_remat.ir.metadata import CONTROL_KEY, RECOMPUTE_KEY, TAG
+from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.messages import Finding
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
@@ -26,7 +27,7 @@ from onnx_remat.rewrite.report import WORDING
 from onnx_remat.session import prediction
 from onnx_remat.session.slab_layout import SlabLayout
 from onnx_remat.units import format_bytes, table
-from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Planned, planned
+from onnx_remat.write.decided import Planned, planned
 
 _MOST_ROWS = 20
 

@@ -16,13 +16,11 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.metadata import BODY_KEY, TAG
 from onnx_remat.ir.naming import Unused
 from onnx_remat.messages import Setting
 
-BODY_KEY = "onnx_remat.body"
-"""Model metadata: the graph is one ``If`` whose then-branch is the step."""
-
-_OWN = "onnx_remat.body."
+_OWN = TAG + "body."
 """Prefix of names made here; the body's outputs are the outputs' names with this prefix."""
 
 _OLDEST = 11  # first opset with sequences

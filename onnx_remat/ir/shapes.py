@@ -15,6 +15,7 @@ from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
 from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph, captures, is_constant
+from onnx_remat.ir.metadata import DIMS_KEY, SHAPES_KEY, TAG
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
@@ -24,32 +25,8 @@ from onnx_remat.units import check_dims as check_sizes
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or None for an unknown size."""
 
-TAG = "onnx_remat."
-"""Prefix of every name that rewriting creates. In a dimension's name, ``=`` and the real size or dimension follow."""
-
 UNSEEN = TAG + "unseen"
 """Prefix of empty vectors that cannot be folded: an Unsqueeze by one, or a Concat with it, changes nothing."""
-
-DIMS_KEY = TAG + "dims"
-"""Model metadata: the sizes of symbolic dimensions that a rewrite was planned for, as JSON."""
-
-RUN_BY_KEY = TAG + "run_by"
-"""Model metadata: what the file was planned to be run by, see `Options.run_by`."""
-
-SHAPES_KEY = TAG + "shapes"
-"""Model metadata: shapes that a rewrite hides on purpose, as JSON: value -> data type and dimensions."""
-
-INITIAL_KEY = TAG + "initial"
-"""Model metadata of a converted step: initial values of its scalar states, as JSON: input -> number."""
-
-
-def is_of_a_plan(key: str) -> bool:
-    """Whether a key of a model's metadata describes one rewrite instead of the step, so that the next one drops it.
-
-    >>> is_of_a_plan(TAG + "budget_bytes"), is_of_a_plan(INITIAL_KEY), is_of_a_plan("check.error")
-    (True, False, False)
-    """
-    return key.startswith(TAG) and key != INITIAL_KEY
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.ir import dropout
 from onnx_remat.ir.body import bodies
 from onnx_remat.ir.graph import constants
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.opsets import opset_of
-from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.base import Kernels, OpKey, key
 
 

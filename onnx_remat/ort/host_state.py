@@ -22,10 +22,10 @@ from onnx import helper
 
 from onnx_remat.ir.body import rename_values
 from onnx_remat.ir.graph import INPUT, Op
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.phases import ancestors, label_of
-from onnx_remat.ir.shapes import TAG
 from onnx_remat.memory.problem import FORWARD, OPTIMIZER
 from onnx_remat.ort.compile import compile_problem
 from onnx_remat.ort.moves import DOWN, LEAST, UP

@@ -23,9 +23,10 @@ import numpy as np
 from onnx import helper
 
 from onnx_remat.ir.graph import NODE, Graph, Op, Value
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.op_semantics import MOVE, SPLIT
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
-from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Flags, Longs, Problem, Schedule
 from onnx_remat.ort.compile import OpTable, compile_problem

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
+from onnx_remat.ir import metadata
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.messages import Message, Setting
@@ -43,7 +44,7 @@ from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
 from onnx_remat.version import __version__
 from onnx_remat.write import private_buffers
-from onnx_remat.write.decided import BUDGET_KEY, Rewritten
+from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.realize import realize
 from onnx_remat.write.rounding import Direct
 
@@ -191,7 +192,7 @@ def fit_as_it_is(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
 def for_budget(made: Fitted, allowed: int) -> Fitted:
     """Return a file that keeps a budget, made for another one, as a file for that budget."""
     for prop in made.written.model.metadata_props:  # in place: a copy of a large model would take as much memory again
-        if prop.key == BUDGET_KEY:
+        if prop.key == metadata.BUDGET_KEY:
             prop.value = str(allowed)
     return replace(made, plan=replace(made.plan, budget=allowed))
 
@@ -476,8 +477,8 @@ def _write(
     direct: Set[str],
     dims: Mapping[str, int],
 ) -> Rewritten:
-    metadata = metadata_of(plan, goal, before_peak, dims)
-    written = realize(plan.compiled, plan.schedule, limit, metadata, private, exposed, direct)
+    said = metadata_of(plan, goal, before_peak, dims)
+    written = realize(plan.compiled, plan.schedule, limit, said, private, exposed, direct)
     if isinstance(goal.memory, LoopMemory) and (written.moved or goal.memory.options.offload_state):
         goal.memory.copies().put(written.model)
     return written
@@ -485,19 +486,19 @@ def _write(
 
 def metadata_of(plan: Plan, goal: Goal, before_peak: int, dims: Mapping[str, int]) -> dict[str, str]:
     """Return what a file says of its plan; `before_peak` in bytes, of the original's tensors."""
-    metadata = {
-        "version": __version__,
-        "budget_bytes": str(plan.budget),
-        "original_peak_bytes": str(before_peak),
-        "planned_peak_bytes": str(plan.timeline.peak),
-        "dims": json.dumps(dict(dims)),
-        "run_by": goal.memory.run_by,
+    said = {
+        metadata.VERSION_KEY: __version__,
+        metadata.BUDGET_KEY: str(plan.budget),
+        metadata.PEAK_KEY: str(before_peak),
+        metadata.PLANNED_PEAK_KEY: str(plan.timeline.peak),
+        metadata.DIMS_KEY: json.dumps(dict(dims)),
+        metadata.RUN_BY_KEY: goal.memory.run_by,
     }
     if isinstance(goal.memory, SessionMemory):
-        metadata["level"] = goal.memory.level
-        metadata |= {"arena": "1"} if goal.memory.arena else {}
+        said[metadata.LEVEL_KEY] = goal.memory.level
+        said |= {metadata.ARENA_KEY: "1"} if goal.memory.arena else {}
     elif isinstance(goal.memory, LoopMemory) and not goal.memory.options.fuse:
-        metadata["fuse"] = "0"
+        said[metadata.FUSE_KEY] = "0"
     if (kernels := plan.compiled.kernels).device != "cpu":
-        metadata |= {"provider": kernels.name, "cudnn_workspace_bytes": str(kernels.library_workspace)}
-    return metadata
+        said |= {metadata.PROVIDER_KEY: kernels.name, metadata.WORKSPACE_KEY: str(kernels.library_workspace)}
+    return said

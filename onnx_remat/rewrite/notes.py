@@ -8,6 +8,7 @@ import onnx
 
 from onnx_remat.fuse.onednn import PACKAGE
 from onnx_remat.ir import model_io
+from onnx_remat.ir.metadata import CLONES_KEY, EDGES_KEY
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.measure import fixed_draws
 from onnx_remat.messages import Message, Setting
@@ -17,7 +18,6 @@ from onnx_remat.ort.host_state import NOT_MOVABLE
 from onnx_remat.ort.prepare import Compiled
 from onnx_remat.session.prediction import Footprint
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import CLONES_KEY, EDGES_KEY
 
 MOVES = (
     "values are moved when they are due, and alongside kernels, by onnx_remat.Session and training.Loop alone; in "

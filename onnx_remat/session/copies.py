@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from onnx_remat.fuse import shim
-from onnx_remat.ir.shapes import TAG
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.moves import START_SECONDS
 

@@ -22,9 +22,10 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.opsets import opset_of
-from onnx_remat.ir.shapes import TAG, Tensor
+from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory import layout
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort.moves import DOWN, UP

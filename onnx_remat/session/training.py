@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import UsageError
+from onnx_remat.ir.metadata import RUN_BY_KEY
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
-from onnx_remat.ir.shapes import RUN_BY_KEY
 from onnx_remat.messages import Setting, Word
 from onnx_remat.session import heap, state_file
 from onnx_remat.session.interface import DTYPES, Arrays, check_mapping, check_state

@@ -13,8 +13,9 @@ from onnx import helper
 from onnx_remat import files
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph as graphs
-from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Op
+from onnx_remat.ir.metadata import SHAPES_KEY, is_of_a_plan
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.state import rename
@@ -224,7 +225,7 @@ def _part(step: StepParts, ops: Sequence[Op], outputs: Sequence[str], title: str
     model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
     model.opset_import.extend(step.graph.model.opset_import)
     for prop in step.graph.model.metadata_props:  # a plan's metadata, such as its budget, describes the whole step
-        if prop.key == shapes.SHAPES_KEY or not shapes.is_of_a_plan(prop.key):
+        if prop.key == SHAPES_KEY or not is_of_a_plan(prop.key):
             model.metadata_props.append(prop)
     part = model.graph
     part.name = f"{whole.name or 'graph'}.{title}"

@@ -27,7 +27,8 @@ from typing import Protocol
 
 from onnx import TensorProto
 
-from onnx_remat.ir.shapes import TAG, UNSEEN
+from onnx_remat.ir.metadata import TAG
+from onnx_remat.ir.shapes import UNSEEN
 
 MIN_OPSET = 13
 """First opset in which Unsqueeze takes its axes as an input."""

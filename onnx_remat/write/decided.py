@@ -9,22 +9,25 @@ from dataclasses import dataclass
 import onnx
 
 from onnx_remat.errors import ModelError
-from onnx_remat.ir.shapes import DIMS_KEY, RUN_BY_KEY, TAG
+from onnx_remat.ir.metadata import (
+    ARENA_KEY,
+    BUDGET_KEY,
+    CLONES_KEY,
+    DIMS_KEY,
+    EDGES_KEY,
+    FUSE_KEY,
+    LEVEL_KEY,
+    MOVES_KEY,
+    PEAK_KEY,
+    PROVIDER_KEY,
+    RUN_BY_KEY,
+    WORKSPACE_KEY,
+)
 from onnx_remat.memory.problem import Ints, Schedule
 from onnx_remat.ort.kernels.registry import PROVIDERS
 from onnx_remat.units import Budget, check_dims, parse_budget
 from onnx_remat.write.control_edges import Pin
 from onnx_remat.write.private_buffers import Unrolled
-
-RECOMPUTE_KEY = TAG + "recompute_of"
-CONTROL_KEY = TAG + "control_edge"
-BUDGET_KEY, PEAK_KEY = TAG + "budget_bytes", TAG + "original_peak_bytes"
-PROVIDER_KEY, LEVEL_KEY = TAG + "provider", TAG + "level"
-WORKSPACE_KEY, FUSE_KEY, ARENA_KEY = TAG + "cudnn_workspace_bytes", TAG + "fuse", TAG + "arena"
-CLONES_KEY, EDGES_KEY = TAG + "recomputed", TAG + "control_edges"
-"""Model metadata: first results of the recomputed nodes and of the control edges' Unsqueezes, as JSON lists."""
-MOVES_KEY = TAG + "moved"
-"""Model metadata of files with moves to the host: names of the values copied back, as a JSON list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +157,14 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
 
 
 def recorded(model: onnx.ModelProto, metadata: Mapping[str, str]) -> onnx.ModelProto:
-    """Return a copy of a model that keeps a budget as it is, with the metadata of a plan, keys without prefix.
+    """Return a copy of a model that keeps a budget as it is, with the metadata of a plan.
 
     What an earlier rewrite said of the nodes still holds.
     """
     made = onnx.ModelProto()
     made.CopyFrom(model)
     before = {prop.key: prop.value for prop in model.metadata_props if prop.key not in _OF_OPTIONS}
-    now = {CLONES_KEY: "[]", EDGES_KEY: "[]"} | before | {TAG + key: value for key, value in metadata.items()}
+    now = {CLONES_KEY: "[]", EDGES_KEY: "[]"} | before | dict(metadata)
     del made.metadata_props[:]
     for key, value in now.items():
         made.metadata_props.add(key=key, value=value)

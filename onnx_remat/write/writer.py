@@ -25,22 +25,24 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir.body import names_in, rename_captures
 from onnx_remat.ir.dropout import is_draw, is_product, kept, spelled_out, whole
 from onnx_remat.ir.graph import Graph, Op, is_constant
-from onnx_remat.ir.naming import Unused
-from onnx_remat.ir.op_semantics import overwritten, semantics
-from onnx_remat.ir.opsets import opset_of
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG, Dim, Tensor, is_of_a_plan
-from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
-from onnx_remat.write.barriers import MIN_OPSET, Barriers
-from onnx_remat.write.control_edges import waiting_slots
-from onnx_remat.write.decided import (
+from onnx_remat.ir.metadata import (
     CLONES_KEY,
     CONTROL_KEY,
     EDGES_KEY,
     MOVES_KEY,
     RECOMPUTE_KEY,
-    Decisions,
-    Rewritten,
+    SHAPES_KEY,
+    TAG,
+    is_of_a_plan,
 )
+from onnx_remat.ir.naming import Unused
+from onnx_remat.ir.op_semantics import overwritten, semantics
+from onnx_remat.ir.opsets import opset_of
+from onnx_remat.ir.shapes import Dim, Tensor
+from onnx_remat.ort.moves import DOWN, UP, is_move, made_by
+from onnx_remat.write.barriers import MIN_OPSET, Barriers
+from onnx_remat.write.control_edges import waiting_slots
+from onnx_remat.write.decided import Decisions, Rewritten
 
 _MAY_OMIT_INPUTS = 4
 """First IR version in which an initializer need not be an input. A file keeps its version and its inputs: in later
@@ -59,7 +61,7 @@ def rewrite(
     decisions : Decisions
         The schedule, its control edges and private buffers.
     metadata : mapping of str to str
-        Model metadata to record, keys without prefix.
+        Model metadata to record.
 
     Raises
     ------
@@ -87,9 +89,7 @@ def rewrite(
         model.graph.value_info.append(given.get(name) or onnx.ValueInfoProto(name=name, type=kind))
     plan = {CLONES_KEY: writer.clones, EDGES_KEY: writer.edges, SHAPES_KEY: writer.shapes}
     plan |= {MOVES_KEY: writer.back} if writer.back else {}
-    _set_metadata(
-        model, {TAG + key: value for key, value in metadata.items()} | {k: json.dumps(v) for k, v in plan.items()}
-    )
+    _set_metadata(model, dict(metadata) | {key: json.dumps(names) for key, names in plan.items()})
     return Rewritten(
         model, tuple(writer.recomputed), len(writer.edges), int((decisions.group >= 0).sum()),
         n_helpers, tuple(writer.occurrences), moved=tuple(writer.moved),

@@ -16,7 +16,7 @@ from onnx_remat.findings.estimate import Estimate
 from onnx_remat.findings.explain import Explanation
 from onnx_remat.findings.lowest import Lowest
 from onnx_remat.findings.sweep import Curve
-from onnx_remat.ir.shapes import DIMS_KEY, RUN_BY_KEY
+from onnx_remat.ir.metadata import DIMS_KEY, RUN_BY_KEY
 from onnx_remat.messages import Finding
 from onnx_remat.rewrite.report import Report
 from onnx_remat.write.decided import (

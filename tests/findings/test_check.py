@@ -15,11 +15,11 @@ from onnx_remat.app.cli import main
 from onnx_remat.errors import BudgetInfeasibleError, ModelError, VerificationError
 from onnx_remat.findings.check import CheckResult, check
 from onnx_remat.findings.explain import explain
+from onnx_remat.ir.metadata import ARENA_KEY, RECOMPUTE_KEY
 from onnx_remat.measure import processes
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.session.session import Session
-from onnx_remat.write.decided import ARENA_KEY, RECOMPUTE_KEY
 from sample_models.chain import chain
 from tests.support.graphs import mlp
 

@@ -11,7 +11,8 @@ from onnx_remat import Session, rewrite_model
 from onnx_remat.errors import ModelError, ShapeError, UsageError
 from onnx_remat.ir import graph, shapes
 from onnx_remat.ir.dtypes import tensor_bytes
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG, UNSEEN
+from onnx_remat.ir.metadata import SHAPES_KEY, TAG
+from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.ort import runtime
 from onnx_remat.ort.kernels.cpu import CPU

@@ -18,6 +18,7 @@ from onnx_remat import rewrite_model
 from onnx_remat.app import bench, cli
 from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.ir.graph import build
+from onnx_remat.ir.metadata import RECOMPUTE_KEY
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.phases import split
 from onnx_remat.ir.shapes import infer
@@ -31,7 +32,6 @@ from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 from onnx_remat.rewrite.pipeline import Result
 from onnx_remat.session.training import Loop, initial_state
-from onnx_remat.write.decided import RECOMPUTE_KEY
 from tests.support import training_build_facts as recorded
 from tests.support.graphs import model_of
 

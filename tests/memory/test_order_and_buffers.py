@@ -9,7 +9,8 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_remat.ir.shapes import TAG, UNSEEN
+from onnx_remat.ir.metadata import TAG
+from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.measure import processes
 from onnx_remat.memory.order import default_order
 from onnx_remat.ort.executed import as_executed

@@ -10,11 +10,11 @@ import pytest
 from onnx_remat import rewrite_model
 from onnx_remat.app.cli import main
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
+from onnx_remat.ir.metadata import BUDGET_KEY
 from onnx_remat.options import Options
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.least import CLOSE_ENOUGH, TRIALS, Trial, least_budget
 from onnx_remat.units import Budget, parse_budget
-from onnx_remat.write.decided import BUDGET_KEY
 from sample_models.chain import chain
 from tests.support.graphs import mlp
 

@@ -14,6 +14,7 @@ import onnx_remat
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.check import check
 from onnx_remat.findings.sweep import sweep
+from onnx_remat.ir.metadata import BUDGET_KEY, CLONES_KEY, EDGES_KEY, LEVEL_KEY
 from onnx_remat.measure import processes
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed
@@ -22,7 +23,6 @@ from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.rewrite.accounting import smallest_budget
 from onnx_remat.rewrite.original import begin
 from onnx_remat.units import format_bytes
-from onnx_remat.write.decided import BUDGET_KEY, CLONES_KEY, EDGES_KEY, LEVEL_KEY
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of, run_model, same_bits
 from tests.support.slow import few
 

@@ -14,6 +14,7 @@ from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.check import check
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.explain import explain
+from onnx_remat.ir.metadata import MOVES_KEY
 from onnx_remat.measure import verify
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule, check_schedule
@@ -30,7 +31,6 @@ from onnx_remat.rewrite.pipeline import plan_model
 from onnx_remat.session import lean_graph
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.units import Budget, format_bytes
-from onnx_remat.write.decided import MOVES_KEY
 from onnx_remat.write.realize import realize
 from tests.support.graphs import mlp, model_of
 

@@ -11,7 +11,7 @@ import pytest
 from onnx_remat.app.cli import main
 from onnx_remat.errors import UsageError
 from onnx_remat.findings.explain import explain
-from onnx_remat.ir.shapes import DIMS_KEY
+from onnx_remat.ir.metadata import DIMS_KEY
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, session_of

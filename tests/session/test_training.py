@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import pytest
 from onnx import helper
 
 from onnx_remat import ModelError, UsageError, rewrite_model
-from onnx_remat.ir.shapes import RUN_BY_KEY
+from onnx_remat.ir.metadata import RUN_BY_KEY
 from onnx_remat.session import state_file
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop, initial_state
@@ -62,6 +64,26 @@ def test_twenty_steps_are_those_of_the_original_run_plainly(rewritten):
     assert [loop.step(batch) for batch in batches] == losses
     assert_same_state(loop.state(), state)
     assert same_bits(feeds.values(), given.values())  # the caller's arrays are left alone
+
+
+TRAIN = """
+import sys
+import numpy as np
+from onnx_remat.training import Loop
+loop = Loop(sys.argv[1], np.load(sys.argv[2]))
+loop.step({})
+print([name for name in ("onnx", "google.protobuf", "numba", "networkx") if name in sys.modules])
+"""
+
+
+def test_training_does_not_import_onnx(tmp_path):
+    """Its memory counts against the budget: onnx and protobuf would take 33 MB."""
+    model = mlp()
+    onnx.save(model, tmp_path / "step.onnx")
+    np.savez(tmp_path / "feeds.npz", **feeds_for(model))
+    files = [str(tmp_path / name) for name in ("step.onnx", "feeds.npz")]
+    done = subprocess.run([sys.executable, "-c", TRAIN, *files], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def late_reader():

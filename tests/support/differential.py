@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG
+from onnx_remat.ir.metadata import RECOMPUTE_KEY, SHAPES_KEY, TAG
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule
 from onnx_remat.ort import moves
@@ -18,7 +18,6 @@ from onnx_remat.ort.kernels.costs import MATRIX_OPS
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.plan.selectors import Request, get, names
-from onnx_remat.write.decided import RECOMPUTE_KEY
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import realize, settle
 from tests.support.graphs import session_of

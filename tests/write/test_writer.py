@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.errors import ModelError
-from onnx_remat.ir.shapes import SHAPES_KEY, TAG
+from onnx_remat.ir.metadata import CONTROL_KEY, RECOMPUTE_KEY, SHAPES_KEY, TAG
 from onnx_remat.measure import processes
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule, check_schedule
@@ -28,7 +28,7 @@ from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.plan.selectors import Request, get, names
 from onnx_remat.write.control_edges import heavy_steps, light_limit
-from onnx_remat.write.decided import CONTROL_KEY, RECOMPUTE_KEY, Rewritten
+from onnx_remat.write.decided import Rewritten
 from onnx_remat.write.private_buffers import unroll
 from onnx_remat.write.realize import _is_absorbed, realize, settle
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_bits
@@ -248,7 +248,7 @@ def write(model: onnx.ModelProto, schedule: Schedule | None = None, **more: obje
     alone = replace(compiled.problem, poolable=np.zeros(compiled.problem.n_values, np.bool_))
     limit = simulate(alone, schedule).peak
     schedule = settle(compiled, alone, schedule, limit)
-    metadata = {"version": "test", "budget_bytes": str(limit)}
+    metadata = {f"{TAG}version": "test", f"{TAG}budget_bytes": str(limit)}
     result = realize(compiled, schedule, limit, metadata)
     return Written(compiled, schedule, limit, result)
 

@@ -10,7 +10,7 @@ from onnx_remat.findings.show import modules
 from onnx_remat.ir import phases
 from onnx_remat.ir.body import bytes_in_bodies
 from onnx_remat.ir.graph import INITIALIZER, INPUT
-from onnx_remat.write.decided import RECOMPUTE_KEY
+from onnx_remat.ir.metadata import RECOMPUTE_KEY
 
 if TYPE_CHECKING:
     import onnx
