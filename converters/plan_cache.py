@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx
 
+from onnx_remat.ir.metadata import entries, set_entries
 from onnx_remat.process.cache import Entries, surroundings
 from onnx_remat.rewrite.pipeline import Result
 from onnx_remat.rewrite.report import Report
@@ -55,9 +56,7 @@ def rewritten(
 def _key(proto: onnx.ModelProto, budget: Budget, options: Mapping[str, Any]) -> str:
     step = onnx.ModelProto()
     step.CopyFrom(proto)
-    kept = [entry for entry in step.metadata_props if not entry.key.startswith(_OF_CHECK)]
-    del step.metadata_props[:]
-    step.metadata_props.extend(kept)
+    set_entries(step, {key: value for key, value in entries(step).items() if not key.startswith(_OF_CHECK)})
     found = hashlib.sha256(step.SerializeToString(deterministic=True))
     named = sorted((name, value) for name, value in options.items() if name != "progress")
     found.update(repr((budget, named, surroundings())).encode())

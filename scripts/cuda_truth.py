@@ -33,7 +33,7 @@ from typing import Any
 import onnx
 
 from onnx_remat.errors import OnnxRematError
-from onnx_remat.ir.metadata import BUDGET_KEY
+from onnx_remat.ir.metadata import BUDGET_KEY, entries
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.rewrite.pipeline import rewrite_model
@@ -113,7 +113,7 @@ def lines(path: Path, budget: str, effort: float, levels: Sequence[str], keep: P
                     run_by="loop" if level == SESSION else "session",
                 ).save(small)  # fmt: skip
             model = onnx.load(small)
-            allowed = next(int(prop.value) for prop in model.metadata_props if prop.key == BUDGET_KEY)
+            allowed = int(entries(model)[BUDGET_KEY])
             expected = as_executed(model, keep, "all" if level == SESSION else level, options.preparation())
             found = (_session if level == SESSION else _line)(path, small, allowed, expected, level)
             known.write_text(json.dumps(asdict(found)))

@@ -16,6 +16,7 @@ from onnx_remat.app.flags import Parser, guarded
 from onnx_remat.app.streams import complain, say
 from onnx_remat.errors import MissingExtraError, UsageError
 from onnx_remat.ir import model_io
+from onnx_remat.ir.metadata import entries
 
 from ..extras import require
 
@@ -86,7 +87,7 @@ def _run(arguments: Sequence[str]) -> int:
     ends = [value.name for value in (*step.graph.input, *step.graph.output)]
     state = {name.removeprefix(start) for name in ends for start in ("grad.", "new.") if name.startswith(start)}
     say(f"a batch is {', '.join(value.name for value in step.graph.input if value.name not in state)}")
-    known = {p.key: p.value for p in step.metadata_props}
+    known = entries(step)
     if "check.differences" in known:
         say(f"gradients agree with differences of the loss, in float64, to {known['check.differences']}")
     if known.get("check.untold", "0") != "0":

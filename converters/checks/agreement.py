@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.ir.metadata import entries, set_entries
 
 from . import tolerances
 
@@ -207,4 +208,4 @@ def record(model: onnx.ModelProto, found: Check) -> None:
 
 def note(model: onnx.ModelProto, facts: Mapping[str, str]) -> None:
     """Add entries to the model's metadata."""
-    onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | dict(facts))
+    set_entries(model, entries(model) | dict(facts))

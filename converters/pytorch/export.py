@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.ir.metadata import INITIAL_KEY
+from onnx_remat.ir.metadata import INITIAL_KEY, set_entry
 
 from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts
@@ -122,7 +122,7 @@ def finished(made: ir.Model, step: StepParts) -> onnx.ModelProto:
     finish(made, len(step.batch.names), gradients=not step.optimizers)
     proto = ir.to_proto(made)
     if scalars := {name: value.item() for name, value in step.recipe.state({}).items()}:
-        proto.metadata_props.add(key=INITIAL_KEY, value=json.dumps(scalars))
+        set_entry(proto, INITIAL_KEY, json.dumps(scalars))
     return proto
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import torch
 
-from onnx_remat.ir.metadata import INITIAL_KEY
+from onnx_remat.ir.metadata import INITIAL_KEY, entries
 
 from .. import names
 from . import optimizer_facts, recipe, updates
@@ -40,8 +40,9 @@ def initial_feeds(
     for name, parameter in parameters.items():
         tensors[names.state(name, recipe.SUM)] = torch.zeros_like(parameter)
         tensors[names.state(name, recipe.AVERAGE)] = parameter
-    given = {entry.key: entry.value for entry in step.metadata_props}
-    scalars = json.loads(given.get(INITIAL_KEY, "{}")) | optimizer_facts.settings(optimizer_facts.each(optimizer))
+    scalars = json.loads(entries(step).get(INITIAL_KEY, "{}")) | optimizer_facts.settings(
+        optimizer_facts.each(optimizer)
+    )
     feeds = {}
     for value in step.graph.input:
         if value.name in scalars:

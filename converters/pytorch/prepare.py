@@ -17,6 +17,7 @@ import onnx_ir as ir
 import torch
 
 from onnx_remat.errors import ConversionError
+from onnx_remat.ir.metadata import entries
 from onnx_remat.messages import Setting
 from onnx_remat.options import PlanningOptions, parse_options
 from onnx_remat.process import forked
@@ -222,7 +223,7 @@ def _check_kernels(proto: onnx.ModelProto) -> None:
     narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
     first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
     if first is not None:
-        label = {entry.key: entry.value for entry in first.metadata_props}.get("module") or first.name
+        label = entries(first).get("module") or first.name
         raise ConversionError(
             "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: leave torch.autocast out, or call "
             "model.float(); for a GPU, call export_training_step and rewrite the step with {}",

@@ -16,7 +16,7 @@ from onnx_remat import files
 from onnx_remat.findings.planned_options import options_of
 from onnx_remat.ir import model_io
 from onnx_remat.ir.body import into_body
-from onnx_remat.ir.metadata import RECOMPUTE_KEY
+from onnx_remat.ir.metadata import RECOMPUTE_KEY, entries
 from onnx_remat.ir.training_ops import check_ops
 from onnx_remat.measure import processes
 from onnx_remat.messages import Finding
@@ -266,7 +266,7 @@ def _passes_on(clone: onnx.NodeProto, model: onnx.ModelProto) -> bool:
     """Is a recomputed node an Identity now, although the node that it repeats is none?"""
     if clone.op_type != "Identity":
         return False
-    again = next((prop.value for prop in clone.metadata_props if prop.key == RECOMPUTE_KEY), "")
+    again = entries(clone).get(RECOMPUTE_KEY, "")
     return not any(node.name == again and node.op_type == "Identity" for node in model.graph.node)
 
 

@@ -15,7 +15,7 @@ from onnx_remat.findings.planned_options import options_of
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Graph, Op
-from onnx_remat.ir.metadata import CONTROL_KEY, RECOMPUTE_KEY, TAG
+from onnx_remat.ir.metadata import CONTROL_KEY, RECOMPUTE_KEY, TAG, entries
 from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.messages import Finding
 from onnx_remat.ort import runtime
@@ -309,7 +309,7 @@ def _explanation(
 def _is_helper(node: onnx.NodeProto) -> bool:
     """Is it part of a control edge or of a private buffer? The original, the base of all shares, has no such node."""
     named = node.name.startswith(TAG) or any(name.startswith(UNSEEN) for name in node.input)
-    return named or any(prop.key == CONTROL_KEY for prop in node.metadata_props)
+    return named or CONTROL_KEY in entries(node)
 
 
 def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -321,8 +321,7 @@ def _gaps(graph: Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
     readers = graph.readers
     runs: dict[str, list[int]] = {}
     for op in graph.ops:
-        again = next((p.value for p in op.node.metadata_props if p.key == RECOMPUTE_KEY), None)
-        runs.setdefault(again if again is not None else op.label, []).append(op.index)
+        runs.setdefault(entries(op.node).get(RECOMPUTE_KEY, op.label), []).append(op.index)
     gaps = {}
     for ops in runs.values():
         ops.sort(key=lambda op: step[op])

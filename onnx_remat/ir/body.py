@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from onnx_remat.errors import ModelError
 from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dtypes import tensor_bytes
-from onnx_remat.ir.metadata import BODY_KEY, TAG
+from onnx_remat.ir.metadata import BODY_KEY, TAG, entries, set_entries, set_entry
 from onnx_remat.ir.naming import Unused
 from onnx_remat.messages import Setting
 
@@ -166,7 +166,7 @@ def into_body(model: onnx.ModelProto) -> onnx.ModelProto:
             else_branch=other,
         )
     )  # fmt: skip
-    made.metadata_props.add(key=BODY_KEY, value="1")
+    set_entry(made, BODY_KEY, "1")
     return made
 
 
@@ -178,7 +178,7 @@ def out_of_body(model: onnx.ModelProto) -> onnx.ModelProto:
     ModelError
         Its metadata state that the step is in a body, but the graph differs from that.
     """
-    if all(prop.key != BODY_KEY for prop in model.metadata_props):
+    if BODY_KEY not in entries(model):
         return model
     if (step := _step_in(model)) is None:
         raise ModelError(
@@ -212,7 +212,7 @@ def _capture(body: str) -> onnx.NodeProto:
 def _step_in(model: onnx.ModelProto) -> onnx.GraphProto | None:
     """Return the body that is the step; None unless the graph does nothing else, whatever the metadata state."""
     nodes, wanted = model.graph.node, _condition()
-    if len(nodes) != len(wanted) + 1 or all(prop.key != BODY_KEY for prop in model.metadata_props):
+    if len(nodes) != len(wanted) + 1 or BODY_KEY not in entries(model):
         return None
     last = nodes[-1]
     step = next((a.g for a in last.attribute if a.name == "then_branch"), None)
@@ -242,9 +242,7 @@ def _frame(model: onnx.ModelProto) -> onnx.ModelProto:
     made = onnx.ModelProto()
     made.CopyFrom(model)
     del made.graph.node[:], made.graph.value_info[:]
-    kept = [prop for prop in made.metadata_props if prop.key != BODY_KEY]
-    del made.metadata_props[:]
-    made.metadata_props.extend(kept)
+    set_entries(made, {key: value for key, value in entries(made).items() if key != BODY_KEY})
     return made
 
 

@@ -1,7 +1,15 @@
-"""Metadata of a model and of its nodes: the keys that onnx-remat writes.
+"""Metadata of a model and of its nodes: the keys that onnx-remat writes, reading and writing.
 
-This module imports the standard library only: a training loop needs the keys too, and onnx would take its memory.
+This module does not import onnx: a training loop needs the keys too, and onnx would take its memory.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx
 
 TAG = "onnx_remat."
 """Prefix of these keys and of every name that rewriting creates. In a dimension's name, ``=`` and the real size or
@@ -48,3 +56,24 @@ def is_of_a_plan(key: str) -> bool:
     (True, False, False)
     """
     return key.startswith(TAG) and key != INITIAL_KEY
+
+
+def entries(of: onnx.ModelProto | onnx.NodeProto) -> dict[str, str]:
+    """Return the metadata of a model or node."""
+    return {entry.key: entry.value for entry in of.metadata_props}
+
+
+def set_entry(of: onnx.ModelProto | onnx.NodeProto, key: str, value: str) -> None:
+    """Set one entry where it is, else append it; a copy of a large model would take as much memory again."""
+    entry = next((entry for entry in of.metadata_props if entry.key == key), None)
+    if entry is None:
+        of.metadata_props.add(key=key, value=value)
+    else:
+        entry.value = value
+
+
+def set_entries(of: onnx.ModelProto | onnx.NodeProto, wanted: Mapping[str, str]) -> None:
+    """Replace the metadata of a model or node, in this order."""
+    del of.metadata_props[:]
+    for key, value in wanted.items():
+        of.metadata_props.add(key=key, value=value)

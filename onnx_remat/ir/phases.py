@@ -8,6 +8,7 @@ from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, UsageError, did_you_mean
 from onnx_remat.ir.graph import NODE, Graph, Op
+from onnx_remat.ir.metadata import entries
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.memory.problem import BACKWARD, FORWARD, OPTIMIZER
 from onnx_remat.messages import Setting
@@ -68,7 +69,7 @@ def note(phases: Sequence[int]) -> tuple[str, ...]:
 
 def label_of(op: Op) -> int | None:
     """Return the phase that a node's metadata states, None if it states none."""
-    return next((LABELS.get(p.value) for p in op.node.metadata_props if p.key == "phase"), None)
+    return LABELS.get(entries(op.node).get("phase", ""))
 
 
 def find_loss(graph: Graph, tensors: Mapping[str, Tensor]) -> str | None:

@@ -15,7 +15,7 @@ from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
 from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph, captures, is_constant
-from onnx_remat.ir.metadata import DIMS_KEY, SHAPES_KEY, TAG
+from onnx_remat.ir.metadata import DIMS_KEY, SHAPES_KEY, TAG, entries
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
@@ -209,7 +209,7 @@ def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = 
 
 def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
     """Return the sizes that a rewrite was planned for, of symbolic dimensions the model still has; else empty."""
-    text = next((p.value for p in model.metadata_props if p.key == DIMS_KEY), "{}")
+    text = entries(model).get(DIMS_KEY, "{}")
     try:
         known = check_sizes(json.loads(text))
     except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
@@ -407,7 +407,7 @@ def _left_open(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, Typ
     ModelError
         The metadata with these shapes is damaged.
     """
-    text = next((p.value for p in model.metadata_props if p.key == SHAPES_KEY), "{}")
+    text = entries(model).get(SHAPES_KEY, "{}")
     made = {name for node in model.graph.node for name in node.output}
     stating = onnx.ModelProto()
     try:

@@ -191,9 +191,7 @@ def fit_as_it_is(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
 
 def for_budget(made: Fitted, allowed: int) -> Fitted:
     """Return a file that keeps a budget, made for another one, as a file for that budget."""
-    for prop in made.written.model.metadata_props:  # in place: a copy of a large model would take as much memory again
-        if prop.key == metadata.BUDGET_KEY:
-            prop.value = str(allowed)
+    metadata.set_entry(made.written.model, metadata.BUDGET_KEY, str(allowed))
     return replace(made, plan=replace(made.plan, budget=allowed))
 
 

@@ -8,7 +8,7 @@ import onnx
 
 from onnx_remat.fuse.onednn import PACKAGE
 from onnx_remat.ir import model_io
-from onnx_remat.ir.metadata import CLONES_KEY, EDGES_KEY
+from onnx_remat.ir.metadata import CLONES_KEY, EDGES_KEY, entries
 from onnx_remat.ir.training_ops import first_training_op
 from onnx_remat.measure import fixed_draws
 from onnx_remat.messages import Message, Setting
@@ -118,7 +118,7 @@ def other_levels(peaks: Mapping[str, int], budget: int, level: str) -> tuple[str
 
 def rewritten_before(source: onnx.ModelProto) -> tuple[str, ...]:
     """Return a note on a model that is the result of another rewrite, which did not leave it as it was."""
-    if not any(prop.key in (CLONES_KEY, EDGES_KEY) and prop.value != "[]" for prop in source.metadata_props):
+    if all(entries(source).get(key, "[]") == "[]" for key in (CLONES_KEY, EDGES_KEY)):
         return ()
     return ("IN was rewritten before: percentages and extra compute refer to it; start from the original",)
 

@@ -10,7 +10,7 @@ from typing import Any
 import onnx
 
 from onnx_remat.fuse import shim
-from onnx_remat.ir.metadata import TAG
+from onnx_remat.ir.metadata import TAG, entries, set_entry
 from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.moves import START_SECONDS
 
@@ -39,7 +39,7 @@ class Stated:
     @classmethod
     def of(cls, model: onnx.ModelProto) -> Stated | None:
         """Return what a file says; None if it says nothing that can be read. A later version may say more."""
-        text = next((each.value for each in model.metadata_props if each.key == KEY), "")
+        text = entries(model).get(KEY, "")
         try:
             said = json.loads(text)
             found = cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
@@ -52,11 +52,7 @@ class Stated:
 
     def put(self, model: onnx.ModelProto) -> None:
         """Write it into a file, in place of what that says."""
-        for each in model.metadata_props:
-            if each.key == KEY:
-                each.value = json.dumps(asdict(self))
-                return
-        model.metadata_props.add(key=KEY, value=json.dumps(asdict(self)))
+        set_entry(model, KEY, json.dumps(asdict(self)))
 
     def seconds(self, nbytes: int) -> float:
         """Return the time of a copy in one direction."""

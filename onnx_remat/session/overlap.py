@@ -22,7 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
-from onnx_remat.ir.metadata import TAG
+from onnx_remat.ir.metadata import TAG, entries
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import Tensor
@@ -114,7 +114,7 @@ def why_in_turn(made: SlabLayout) -> str:
         return ""
     stated = Stated.of(model)
     if stated is None:
-        said = any(each.key == KEY for each in model.metadata_props)
+        said = KEY in entries(model)
         return f"the file's metadata {KEY!r} cannot be read: rewrite the original again" if said else ""
     if not stated.live:
         return ""

@@ -15,7 +15,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph as graphs
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Op
-from onnx_remat.ir.metadata import SHAPES_KEY, is_of_a_plan
+from onnx_remat.ir.metadata import SHAPES_KEY, entries, is_of_a_plan
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.state import rename
@@ -184,7 +184,7 @@ def _second_part(step: StepParts, cut: Mapping[str, str], outputs: Sequence[str]
     ops = needed(step, outputs, cut.values())
     model = _part(step, ops, outputs, "update")
     for node in model.graph.node:  # without the batch, a new value that is a number would pass for the loss
-        if all(prop.key != "phase" for prop in node.metadata_props):
+        if "phase" not in entries(node):
             node.metadata_props.add(key="phase", value="optimizer")
     names = _names(cut)
     shared = {value for name, value in cut.items() if names[value] != GRADIENT + name}

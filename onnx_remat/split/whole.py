@@ -11,6 +11,7 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import graph as graphs
 from onnx_remat.ir import phases, shapes
 from onnx_remat.ir.graph import Graph, Op
+from onnx_remat.ir.metadata import entries
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.shapes import Tensor
@@ -88,7 +89,7 @@ class StepParts:
 
 def labelled(op: Op, phase: str) -> bool:
     """Is the op labelled with this phase?"""
-    return any((p.key, p.value) == ("phase", phase) for p in op.node.metadata_props)
+    return entries(op.node).get("phase") == phase
 
 
 def any_dims(model: onnx.ModelProto) -> dict[str, int]:

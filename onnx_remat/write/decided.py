@@ -22,6 +22,8 @@ from onnx_remat.ir.metadata import (
     PROVIDER_KEY,
     RUN_BY_KEY,
     WORKSPACE_KEY,
+    entries,
+    set_entries,
 )
 from onnx_remat.memory.problem import Ints, Schedule
 from onnx_remat.ort.kernels.registry import PROVIDERS
@@ -138,7 +140,7 @@ def planned(model: onnx.ModelProto, name: str) -> Planned:
     ModelError
         The metadata lacks the plan: the file was not rewritten, or a tool dropped or damaged its metadata.
     """
-    notes = {prop.key: prop.value for prop in model.metadata_props}
+    notes = entries(model)
     try:
         budget, provider = parse_budget(Budget(int(notes[BUDGET_KEY]))).bytes, notes.get(PROVIDER_KEY, "cpu")
         if budget is None or provider not in PROVIDERS:
@@ -163,11 +165,8 @@ def recorded(model: onnx.ModelProto, metadata: Mapping[str, str]) -> onnx.ModelP
     """
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    before = {prop.key: prop.value for prop in model.metadata_props if prop.key not in _OF_OPTIONS}
-    now = {CLONES_KEY: "[]", EDGES_KEY: "[]"} | before | dict(metadata)
-    del made.metadata_props[:]
-    for key, value in now.items():
-        made.metadata_props.add(key=key, value=value)
+    before = {key: value for key, value in entries(model).items() if key not in _OF_OPTIONS}
+    set_entries(made, {CLONES_KEY: "[]", EDGES_KEY: "[]"} | before | dict(metadata))
     return made
 
 

@@ -33,7 +33,9 @@ from onnx_remat.ir.metadata import (
     RECOMPUTE_KEY,
     SHAPES_KEY,
     TAG,
+    entries,
     is_of_a_plan,
+    set_entries,
 )
 from onnx_remat.ir.naming import Unused
 from onnx_remat.ir.op_semantics import overwritten, semantics
@@ -97,10 +99,8 @@ def rewrite(
 
 
 def _set_metadata(model: onnx.ModelProto, metadata: Mapping[str, str]) -> None:
-    kept = [(p.key, p.value) for p in model.metadata_props if not is_of_a_plan(p.key)]
-    del model.metadata_props[:]
-    for key, value in [*kept, *metadata.items()]:
-        model.metadata_props.add(key=key, value=value)
+    kept = {key: value for key, value in entries(model).items() if not is_of_a_plan(key)}
+    set_entries(model, kept | dict(metadata))
 
 
 @dataclass(frozen=True, slots=True)

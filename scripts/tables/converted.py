@@ -18,6 +18,7 @@ from pathlib import Path
 import onnx
 
 from onnx_remat.errors import OnnxRematError
+from onnx_remat.ir.metadata import entries
 from onnx_remat.measure import processes, verify
 from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
@@ -40,7 +41,7 @@ def rows(key: str, *, budget: str = "60%", effort: float = 10.0) -> Iterator[tup
         yield name, family, *[""] * 8, f"{type(error).__name__}: {error}"
         return
     seconds = time.perf_counter() - start
-    known = {p.key: p.value for p in step.metadata_props}
+    known = entries(step)
     facts = str(len(step.graph.node)), f"{seconds:.1f}", _error(known), known["check.undetermined"]
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
         onnx.save(step, path := Path(folder) / "step.onnx")

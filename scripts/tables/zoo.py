@@ -22,6 +22,7 @@ from onnx_remat.converters.pytorch import export_training_step, initial_feeds
 from torch import nn
 
 from onnx_remat.errors import BudgetInfeasibleError
+from onnx_remat.ir.metadata import entries
 from onnx_remat.rewrite.pipeline import plan_model, rewrite_model
 from onnx_remat.session.training import Loop
 from sample_models.networks.hand import Case
@@ -51,7 +52,7 @@ def measured(key: str, effort: float) -> dict[str, Any]:
     try:
         step = export_training_step(case.model, case.batch(), case.loss, optimizer)
         found["nodes"] = len(step.graph.node)
-        found |= {e.key.removeprefix("check."): e.value for e in step.metadata_props if e.key.startswith("check.")}
+        found |= {k.removeprefix("check."): value for k, value in entries(step).items() if k.startswith("check.")}
         stage = "rewrites"
         rewritten, outcome = within_budget(step, effort)
         found |= outcome

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import onnx
 
+from onnx_remat.ir.metadata import entries
 from onnx_remat.units import format_bytes
 
 NOWHERE = "(no module)"
@@ -27,7 +28,7 @@ def module_of(node: onnx.NodeProto) -> str:
     >>> module_of(onnx.helper.make_node("Conv", [], [], name="/layer1/layer1.0/conv/Conv"))
     'layer1.layer1.0.conv'
     """
-    notes: dict[str, str] = {prop.key: prop.value for prop in node.metadata_props}
+    notes = entries(node)
     if "module" in notes:
         return notes["module"]
     if _SCOPES in notes:

@@ -10,7 +10,7 @@ from onnx_remat.findings.show import modules
 from onnx_remat.ir import phases
 from onnx_remat.ir.body import bytes_in_bodies
 from onnx_remat.ir.graph import INITIALIZER, INPUT
-from onnx_remat.ir.metadata import RECOMPUTE_KEY
+from onnx_remat.ir.metadata import RECOMPUTE_KEY, entries
 
 if TYPE_CHECKING:
     import onnx
@@ -129,6 +129,6 @@ def sections(result: Result) -> dict[str, str]:
         for name in op.writes
     }
     for node in result.model.graph.node:
-        if any(prop.key == RECOMPUTE_KEY for prop in node.metadata_props):
+        if RECOMPUTE_KEY in entries(node):
             found.update(dict.fromkeys(filter(None, node.output), RECOMPUTE))
     return found
