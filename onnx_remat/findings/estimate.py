@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Unpack
 
 from onnx_remat.findings.show import modules, trace
 from onnx_remat.ir import model_io, phases
-from onnx_remat.ir.shapes import with_planned
+from onnx_remat.ir.dims import with_planned
 from onnx_remat.messages import Finding, Message, Setting
 from onnx_remat.options import PlanningOptions, without_arena
 from onnx_remat.ort.peaks import Peak, Reserves, describe, reserves

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from onnx_remat.ir.shapes import check_dims, with_planned
+from onnx_remat.ir.dims import check_dims, with_planned
 from onnx_remat.options import Options
 from onnx_remat.write.decided import Planned
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TypeAlias
@@ -11,16 +11,16 @@ from typing import TypeAlias
 import onnx
 from onnx import TensorProto, TypeProto
 
-from onnx_remat.errors import ModelError, ShapeError, UsageError, did_you_mean
+from onnx_remat.errors import ModelError, ShapeError
 from onnx_remat.ir import native, sequences, shape_arithmetic
+from onnx_remat.ir.dims import bind, check_dims, symbols_of, typed_values
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph, captures, is_constant
-from onnx_remat.ir.metadata import DIMS_KEY, SHAPES_KEY, TAG, entries
+from onnx_remat.ir.metadata import SHAPES_KEY, TAG, entries
 from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
-from onnx_remat.messages import Message, Setting, Word
-from onnx_remat.units import check_dims as check_sizes
+from onnx_remat.messages import Message, Setting
 
 Dim: TypeAlias = int | str | None
 """A known size, a symbolic name, or None for an unknown size."""
@@ -139,7 +139,7 @@ def _infer(
     as_written = native.infer_types(written, data_prop=False)  # the runtime propagates no computed shapes either
     bound = onnx.ModelProto()
     bound.CopyFrom(with_stand_ins(light))
-    _bind(bound, dims)
+    bind(bound, dims)
     _see_through(bound)
     made = [name for node in light.graph.node for name in node.output if name]
     complete = bound == written and all(_shape(as_written.get(name)) is not None for name in made)
@@ -188,50 +188,6 @@ def _tensors(graph: Graph, types: Types, as_written: Types, container_bytes: Map
         key = kind.SerializeToString(), None if unbound is None else unbound.SerializeToString()
         tensors[name] = alike[key] = alike.get(key) or _tensor(name, kind, unbound)
     return tensors
-
-
-def check_dims(model: onnx.ModelProto, dims: Mapping[str, int], derived: bool = False) -> None:
-    """Raise UsageError if `dims` names a dimension the model lacks, ShapeError if a dimension of an input is unbound.
-
-    See `infer`.
-    """
-    symbols = symbols_of(model)
-    if not derived and (unknown := sorted(set(dims) - set(symbols))):
-        if not symbols:
-            raise UsageError(f"all sizes of the model are fixed: it has no symbolic dimension {unknown[0]!r}")
-        hint = did_you_mean(unknown[0], symbols)
-        raise UsageError(f"the model has no symbolic dimension {unknown[0]!r}: it has {', '.join(symbols)}{hint}")
-    of_inputs = _symbols_of_inputs(model)
-    if open_symbols := [s for s in symbols if s not in dims and s in of_inputs]:
-        sizes = Setting("dims", dict.fromkeys(open_symbols, Word("SIZE")))
-        raise ShapeError("symbolic dimensions are not bound: {}; pass {}", ", ".join(open_symbols), sizes)
-
-
-def planned_dims(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the sizes that a rewrite was planned for, of symbolic dimensions the model still has; else empty."""
-    text = entries(model).get(DIMS_KEY, "{}")
-    try:
-        known = check_sizes(json.loads(text))
-    except (UsageError, ValueError, RecursionError):  # a tool damaged it: the user must state the sizes
-        return {}
-    return {name: size for name, size in known.items() if name in symbols_of(model)}
-
-
-def with_planned(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return `dims` with the sizes that a rewrite was planned for, of dimensions that it does not name.
-
-    Where one of `dims` has another size than was planned, that holds only for dimensions of inputs: others follow from
-    them, such as the rows of a batch, and must be inferred again.
-    """
-    known = planned_dims(model)
-    if any(known.get(name, size) != size for name, size in dims.items()):
-        own = _symbols_of_inputs(model)
-        known = {name: size for name, size in known.items() if name in own}
-    return known | dict(dims)
-
-
-def _symbols_of_inputs(model: onnx.ModelProto) -> set[str]:
-    return {dim.dim_param for value in model.graph.input for dim in value.type.tensor_type.shape.dim}
 
 
 def all_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, int]:
@@ -335,7 +291,7 @@ def declared(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    known = {value.name for value in _typed_values(model.graph)}
+    known = {value.name for value in typed_values(model.graph)}
     inferred = native.infer_types(with_stand_ins(without_weights(model), as_runtime=True), data_prop=False)
     made = {name for node in model.graph.node for name in node.output}
     copy.graph.value_info.extend(
@@ -370,35 +326,6 @@ def _shape(kind: TypeProto | None) -> tuple[int, ...] | None:
     return native.concrete(kind) if kind is not None and kind.tensor_type.elem_type else None
 
 
-def _typed_values(graph: onnx.GraphProto) -> Iterable[onnx.ValueInfoProto]:
-    yield from graph.value_info
-    yield from graph.input
-    yield from graph.output
-
-
-def _all_dims(model: onnx.ModelProto) -> Iterable[onnx.TensorShapeProto.Dimension]:
-    for value in _typed_values(model.graph):
-        yield from value.type.tensor_type.shape.dim
-
-
-def symbols_of(model: onnx.ModelProto) -> list[str]:
-    """Return the symbolic dimension names in order of first mention, the inputs' first."""
-    names = [d.dim_param for v in model.graph.input for d in v.type.tensor_type.shape.dim if d.dim_param]
-    names += [d.dim_param for d in _all_dims(model) if d.dim_param and not d.dim_param.startswith(TAG)]
-    return list(dict.fromkeys(names))
-
-
-def _bind(model: onnx.ModelProto, dims: Mapping[str, int]) -> None:
-    for dim in _all_dims(model):
-        name = dim.dim_param.partition("=")[2] if dim.dim_param.startswith(TAG) else dim.dim_param
-        if name in dims:
-            dim.dim_value = dims[name]
-        elif name.isdigit() and name != dim.dim_param:
-            dim.dim_value = int(name)
-        elif dim.HasField("dim_param"):
-            dim.ClearField("dim_param")  # inference finds the size of a derived name, such as "2*batch"
-
-
 def _left_open(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, TypeProto]:
     """Return the shapes that an earlier rewrite hid, of the model's values; `dims` binds symbolic dimensions.
 
@@ -419,7 +346,7 @@ def _left_open(model: onnx.ModelProto, dims: Mapping[str, int]) -> dict[str, Typ
                 stating.graph.value_info.append(onnx.helper.make_tensor_value_info(name, dtype, sizes))
     except (ValueError, TypeError, AttributeError, RecursionError, ShapeError) as error:
         raise ModelError(f"the model's metadata {SHAPES_KEY!r} is damaged: rewrite the original again") from error
-    _bind(stating, dims)
+    bind(stating, dims)
     return {value.name: value.type for value in stating.graph.value_info}
 
 

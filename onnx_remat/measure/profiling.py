@@ -16,7 +16,8 @@ import onnx
 
 from onnx_remat import files
 from onnx_remat.errors import UsageError
-from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir import model_io
+from onnx_remat.ir.dims import check_dims
 from onnx_remat.measure import processes
 from onnx_remat.ort import runtime
 from onnx_remat.units import check_threads
@@ -99,7 +100,7 @@ def profile(
     if runs < 1 or steps < 1:
         raise UsageError("a profile needs at least one run of one step")
     threads = check_threads(threads)
-    shapes.check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
+    check_dims(model_io.load(path).model, dims or {})  # a dimension left open would be measured as 1
     how: dict[str, Any] = {"dims": dims, "threads": threads, "provider": provider, "python": python}
     with runtime.as_step(path) as step:
         events: list[Event] = []

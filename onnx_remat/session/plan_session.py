@@ -428,6 +428,7 @@ def _shaping(step: model_io.Model, dims: Mapping[str, int]) -> dict[str, list[An
     from onnx import numpy_helper
 
     from onnx_remat.ir import graph, model_io, shape_arithmetic, shapes
+    from onnx_remat.ir.dims import with_planned
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
     model = model_io.load(step).model
@@ -442,7 +443,7 @@ def _shaping(step: model_io.Model, dims: Mapping[str, int]) -> dict[str, list[An
     del without.graph.initializer[:]
     without.graph.initializer.extend(kept)
     try:
-        shapes.infer(graph.build(without), shapes.with_planned(model, dims), askers=SHAPE_ASKERS)
+        shapes.infer(graph.build(without), with_planned(model, dims), askers=SHAPE_ASKERS)
     except errors.ShapeError:
         return {name: numpy_helper.to_array(each).tolist() for name, each in numbers.items()}
     return {}
@@ -461,10 +462,11 @@ def _all_dims(model: Any, dims: Mapping[str, int]) -> dict[str, int]:
     Raise UsageError where one is missing or unknown.
     """
     from onnx_remat.ir import graph, shapes
+    from onnx_remat.ir.dims import symbols_of, with_planned
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
-    dims = shapes.with_planned(model, dims)
-    if not dims and not shapes.symbols_of(model):
+    dims = with_planned(model, dims)
+    if not dims and not symbols_of(model):
         return {}
     try:
         return shapes.all_dims(shapes.infer(graph.build(model), dims, askers=SHAPE_ASKERS), dims)

@@ -20,7 +20,8 @@ import numpy as np
 
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.fuse import machine_code
-from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir import model_io
+from onnx_remat.ir.dims import planned_dims
 from onnx_remat.measure.training_memory import state_for
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
@@ -65,7 +66,7 @@ def rows(file: str, *, budget: str = "60%", effort: float = 3.0, turns: int = 9)
     """The row of one graph; `turns` steps are timed on either side."""
     path = Path(file)
     source = model_io.load(path)
-    options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
+    options = Options(dims=planned_dims(source.model), run_by="loop")
     arranged = laid_out(as_executed(source.model, source.folder, "all", options.preparation()))
     with tempfile.TemporaryDirectory(prefix="onnx-remat-") as folder:
         start = time.perf_counter()

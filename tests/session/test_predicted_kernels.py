@@ -15,7 +15,8 @@ from onnx_remat.app import cli
 from onnx_remat.errors import UsageError
 from onnx_remat.findings.explain import explain
 from onnx_remat.fuse import machine_code, shim
-from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir import model_io
+from onnx_remat.ir.dims import planned_dims
 from onnx_remat.options import Options
 from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels import costs
@@ -61,7 +62,7 @@ SLOW = {path.stem: path.as_posix for path in sorted((SAMPLES / "converted").glob
 
 def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
     source = model_io.load(model)
-    options = Options(dims=shapes.planned_dims(source.model), run_by="loop")
+    options = Options(dims=planned_dims(source.model), run_by="loop")
     return predict(as_executed(source.model, source.folder, "all", options.preparation()), fuse=fuse)
 
 
