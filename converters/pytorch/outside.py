@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from onnx_remat.errors import ConversionError, UsageError
+from onnx_remat.session.apart import sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,16 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def check_tensors_apart(tensors: Mapping[str, torch.Tensor], renewed: Iterable[str]) -> None:
     """Raise UsageError if a tensor that is updated in place shares memory with another: the plan decides the order of
     reads."""
-    renewed, last, end = set(renewed), "", 0
-    for name in sorted(tensors, key=lambda name: tensors[name].data_ptr()):
-        tensor = tensors[name]
-        if not tensor.numel():
-            continue
-        if tensor.data_ptr() < end and renewed & {last, name}:
-            raise UsageError(
-                f"{last} and {name} share memory: make them one parameter (a.weight = b.weight), or give one memory of "
-                "its own (a.data = a.data.clone())"
-            )
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if (after := tensor.data_ptr() + reach * tensor.element_size()) > end:
-            last, end = name, after
+    if pair := sharing(((t.data_ptr(), _reach(t), name) for name, t in tensors.items()), set(renewed)):
+        raise UsageError(
+            f"{pair[0]} and {pair[1]} share memory: make them one parameter (a.weight = b.weight), or give one memory "
+            "of its own (a.data = a.data.clone())"
+        )
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

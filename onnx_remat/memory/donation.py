@@ -11,12 +11,13 @@ JAX, ``jax.jit(donate_argnums=...)``: buffer donation.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
+from onnx_remat.memory.order import topological
 from onnx_remat.memory.problem import Ints, Lifetimes, Problem
 
 Pair = tuple[int, int]
@@ -60,7 +61,7 @@ def donatable(problem: Problem, pairs: Sequence[Pair]) -> Donations:
         Values and the residents whose memory they would reuse.
     """
     life = replace(problem, donates=np.empty(0, np.int32)).lifetimes
-    later = [set(life.next_ops[life.next_ptr[op] : life.next_ptr[op + 1]].tolist()) for op in range(problem.n_ops)]
+    later = [set(ops) for ops in _later(life)]
     taken: set[int] = set()
     accepted: set[Pair] = set()
     reasons: dict[Pair, str] = {}
@@ -127,19 +128,14 @@ def after_readers(problem: Problem, order: Sequence[int] | Ints) -> Ints:
     ValueError
         If the problem's donations leave no valid order, see `donatable`.
     """
-    life = problem.lifetimes
     place = np.empty(problem.n_ops, np.int64)
     place[np.asarray(order, np.int64)] = np.arange(problem.n_ops)
-    waiting = np.bincount(life.next_ops, minlength=problem.n_ops)
-    ready = sorted((int(place[op]), int(op)) for op in np.flatnonzero(waiting == 0))
-    found: list[int] = []
-    while ready:
-        op = heapq.heappop(ready)[1]
-        found.append(op)
-        for other in life.next_ops[life.next_ptr[op] : life.next_ptr[op + 1]].tolist():
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (int(place[other]), other))
+    found = topological(_later(problem.lifetimes), place.tolist())
     if len(found) < problem.n_ops:
         raise ValueError("donations leave no valid order: an op would overwrite a value before another op reads it")
     return np.asarray(found, np.int32)
+
+
+def _later(life: Lifetimes) -> list[list[int]]:
+    """Return for each op the ops whose first occurrence must follow."""
+    return [life.next_ops[start:end].tolist() for start, end in pairwise(life.next_ptr.tolist())]

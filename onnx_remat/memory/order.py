@@ -66,22 +66,34 @@ def priority_order(producers: Sequence[Sequence[int]], sizes: Sequence[bool]) ->
     [0, 2, 1, 3]
     """
     readers: list[list[int]] = [[] for _ in producers]
-    waiting = []
     for node, of in enumerate(producers):
-        makers = list(dict.fromkeys(of))
-        waiting.append(len(makers))
-        for producer in makers:
+        for producer in dict.fromkeys(of):
             readers[producer].append(node)
-    ready = [(not sizes[node], node) for node, count in enumerate(waiting) if not count]
+    return topological(readers, [not size for size in sizes])
+
+
+def topological(later: Sequence[Sequence[int]], rank: Sequence[int]) -> list[int]:
+    """Return an order in which each node precedes those in `later`; of those ready, the lowest rank runs, then index.
+
+    Nodes on a cycle, and all after them, are left out. (Kahn's algorithm with a heap.)
+
+    >>> topological([[2], [2], []], [1, 0, 0])
+    [1, 0, 2]
+    """
+    waiting = [0] * len(later)
+    for nodes in later:
+        for node in nodes:
+            waiting[node] += 1
+    ready = [(rank[node], node) for node, count in enumerate(waiting) if not count]
     heapq.heapify(ready)
     order = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)
-        for reader in readers[node]:
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                heapq.heappush(ready, (not sizes[reader], reader))
+        for other in later[node]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (rank[other], other))
     return order
 
 

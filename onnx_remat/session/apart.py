@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from operator import itemgetter
 
 from onnx_remat.errors import UsageError
 
@@ -26,13 +27,22 @@ def check_apart(spans: Iterable[tuple[int, int, str]], renewed: Container[str], 
     Traceback (most recent call last):
     onnx_remat.errors.UsageError: the arrays of 'a' and 'c' share memory: pass a copy
     """
-    furthest, furthest_renewed = (0, ""), (0, "")  # ends of the arrays so far, with their names
-    for address, nbytes, name in sorted(spans):
+    if pair := sharing(sorted(spans), renewed):
+        raise UsageError(f"the arrays of {pair[0]!r} and {pair[1]!r} share memory: {instead}")
+
+
+def sharing(spans: Iterable[tuple[int, int, str]], renewed: Container[str]) -> tuple[str, str] | None:
+    """Return the first two arrays, by address, that share memory of which at least one is to be renewed.
+
+    The other is the array of those before it that ends last: had an earlier one that is renewed overlapped with that,
+    they would have been the first.
+    """
+    end, last = 0, ""
+    for address, nbytes, name in sorted(spans, key=itemgetter(0)):
         if not nbytes:
             continue
-        end, other = furthest if name in renewed else furthest_renewed
-        if address < end:
-            raise UsageError(f"the arrays of {other!r} and {name!r} share memory: {instead}")
-        furthest = max(furthest, (address + nbytes, name))
-        if name in renewed:
-            furthest_renewed = max(furthest_renewed, (address + nbytes, name))
+        if address < end and (name in renewed or last in renewed):
+            return last, name
+        if address + nbytes > end:
+            end, last = address + nbytes, name
+    return None

@@ -219,3 +219,20 @@ def itemsize(dtype: int | None) -> int:
     if dtype in (None, onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING):
         return 0
     return int(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype)).itemsize)
+
+
+def softmax_workspace(call: Call) -> tuple[int, ...]:
+    """Return a transposed input and a transposed output, over any axis but the last; before opset 13 none."""
+    rank = len(call.input(0))
+    axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
+    return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
+
+
+def einsum_workspace(call: Call) -> int:
+    """Return an upper bound from two operands on: transposed operands, the product, the product transposed.
+
+    The kernel skips transposes it does not need; it takes between half and all of this.
+    """
+    if len(call.inputs) == 1:
+        return call.output_bytes()
+    return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)

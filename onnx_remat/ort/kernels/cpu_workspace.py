@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
+from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, einsum_workspace, numel, softmax_workspace
 
 _MS: Final = "com.microsoft"
 
@@ -114,13 +114,6 @@ def _where(call: Call) -> tuple[int, ...]:
     return tuple(numel(np.broadcast_shapes(condition, call.input(slot))) * size for slot in (1, 2))
 
 
-def _softmax(call: Call) -> tuple[int, ...]:
-    """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
-    rank = len(call.input(0))
-    axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
-    return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
-
-
 def _variadic(call: Call) -> int:
     """Partial results of a pairwise fold whose last step writes to the output.
 
@@ -160,16 +153,6 @@ def _layer_norm(call: Call) -> tuple[int, ...]:
 def _fast_gelu(call: Call) -> int:
     """The sum with the bias, if there is one."""
     return call.output_bytes() if call.has(1) else 0
-
-
-def _einsum(call: Call) -> int:
-    """An upper bound from two operands on: transposed operands, the product, the product transposed.
-
-    The kernel skips transposes it does not need; it takes between half and all of this.
-    """
-    if len(call.inputs) == 1:
-        return call.output_bytes()
-    return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)
 
 
 def _recurrent(call: Call, gates: int, states: int, extra: int) -> int:
@@ -242,13 +225,13 @@ RULES: Final[dict[OpKey, Rule]] = {
     ("", "Conv"): _conv,
     ("", "ConvInteger"): _conv_integer,
     ("", "ConvTranspose"): _conv_transpose,
-    ("", "Einsum"): _einsum,
+    ("", "Einsum"): einsum_workspace,
     ("", "GRU"): lambda call: _recurrent(call, gates=3, states=3, extra=0),
-    ("", "Hardmax"): _softmax,
+    ("", "Hardmax"): softmax_workspace,
     ("", "LRN"): _lrn,
     ("", "LSTM"): lambda call: _recurrent(call, gates=4, states=5, extra=2),
     ("", "LayerNormalization"): _layer_norm,
-    ("", "LogSoftmax"): _softmax,
+    ("", "LogSoftmax"): softmax_workspace,
     ("", "Max"): _variadic,
     ("", "Mean"): _variadic,
     ("", "MeanVarianceNormalization"): _times_output(2),
@@ -258,7 +241,7 @@ RULES: Final[dict[OpKey, Rule]] = {
     ("", "RNN"): _rnn,
     ("", "Scatter"): _scatter_elements,
     ("", "ScatterElements"): _scatter_elements,
-    ("", "Softmax"): _softmax,
+    ("", "Softmax"): softmax_workspace,
     ("", "SoftmaxCrossEntropyLoss"): _cross_entropy,
     ("", "Sum"): _variadic,
     ("", "Where"): _where,

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, numel
+from onnx_remat.ort.kernels.base import Call, OpKey, Rule, Shape, einsum_workspace, numel, softmax_workspace
 
 _WIDE: Final = 8  # bytes of an int64 or a double
 
@@ -25,13 +25,6 @@ MARGIN: Final = 32 * 2**20
 
 CONVOLUTIONS: Final[tuple[OpKey, ...]] = (("", "Conv"), ("", "ConvTranspose"), ("com.microsoft", "FusedConv"))
 """Operators for which cuDNN needs workspace."""
-
-
-def _softmax(call: Call) -> tuple[int, ...]:
-    """Over any axis but the last: a transposed input and a transposed output. Before opset 13 none."""
-    rank = len(call.input(0))
-    axis = call.number("axis", -1 if call.opset >= 13 else 1) % max(rank, 1)
-    return () if call.opset < 13 or axis == rank - 1 else (call.output_bytes(),) * 2
 
 
 _BLOCK: Final = 1024  # columns that one block of threads sums
@@ -115,28 +108,21 @@ def _attention(call: Call) -> tuple[int, int]:
     return size, size
 
 
-def _einsum(call: Call) -> int:
-    """An upper bound: transposed operands, the product, the product transposed."""
-    if len(call.inputs) == 1:
-        return call.output_bytes()
-    return call.input_bytes() + 2 * call.output_bytes() * (len(call.inputs) - 1)
-
-
 def _convolution(margin: int) -> Rule:
     return lambda _: margin
 
 
 _RULES: Final[dict[OpKey, Rule]] = {
     ("", "Attention"): _attention,
-    ("", "Einsum"): _einsum,
-    ("", "LogSoftmax"): _softmax,
+    ("", "Einsum"): einsum_workspace,
+    ("", "LogSoftmax"): softmax_workspace,
     ("", "ReduceLogSumExp"): _exponentials,
     ("", "ReduceMax"): _extremes,
     ("", "ReduceMin"): _extremes,
     **{("", op): _sums for op in ("ReduceLogSum", "ReduceMean", "ReduceSum")},
     **{("", op): _by_cudnn for op in ("ReduceL1", "ReduceL2", "ReduceProd")},
     ("", "ReduceSumSquare"): _squares,
-    ("", "Softmax"): _softmax,
+    ("", "Softmax"): softmax_workspace,
 }
 
 
