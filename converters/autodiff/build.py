@@ -17,11 +17,13 @@ from ..dims import dims as dims_of
 from ..passes import order
 from ..tape import Tape
 from . import loss as losses
-from . import prepare
 from .linear import into_gemm
-from .prepare import Source
+from .parameters import filled, initial_values, promote, select
 from .recurrent import unroll
 from .registry import Convention, differentiate, is_stopped
+from .shapes import infer_shapes
+from .training_mode import into_training, running_statistics, use_batch_statistics
+from .upgrade import Source, load
 
 
 def add_backward(
@@ -58,7 +60,7 @@ def add_backward(
         output called ``loss``, or the only output.
     wrt : sequence of str, optional
         Names or patterns (``"*.weight"``) of the parameters: initializers, inputs, or values computed from constants
-        alone. By default the parameters are all initializers that look like weights, see `prepare.select`, and
+        alone. By default the parameters are all initializers that look like weights, see `parameters.select`, and
         influence the loss.
     optimizer : Optimizer, optional
         An optimizer of `onnx_remat.converters.optimizers`. By default the step outputs gradients.
@@ -97,22 +99,22 @@ def add_backward(
         loss, the loss depends on no parameter, or the gradients fail the check.
     """
     wrt, frozen, keep = None if wrt is None else _names(wrt), _names(frozen), _names(keep)
-    model = prepare.load(forward_model)
+    model = load(forward_model)
     if training:
-        prepare.into_training(model.graph)
-    chosen = prepare.select(model.graph, wrt, frozen)
+        into_training(model.graph)
+    chosen = select(model.graph, wrt, frozen)
     if not chosen:
-        if prepare.select(model.graph, wrt, ()):
+        if select(model.graph, wrt, ()):
             raise UsageError("all parameters are frozen: leave one out of {}", Setting("frozen"))
         raise ConversionError(
             "no initializer looks like a weight, so there is no parameter: name some with {}",
             Setting("wrt"),
         )
-    buffers = [v for v in prepare.running_statistics(model.graph) if v not in chosen]
+    buffers = [v for v in running_statistics(model.graph) if v not in chosen]
     stored: dict[str, np.ndarray] = {}
     parameter_names = [_as_input(model.graph, value, stored) for value in chosen]
     buffer_names = [_as_input(model.graph, value, stored) for value in buffers]
-    model = prepare.infer_shapes(model, dims or {})
+    model = infer_shapes(model, dims or {})
     order.FORWARD.run(model)
     graph = model.graph
     inputs = {str(value.name): value for value in graph.inputs}
@@ -124,7 +126,7 @@ def add_backward(
         scalar, targets = _loss(tape, graph, loss)
     kept = _kept(graph, scalar, keep)
     graph.outputs[:] = [scalar, *kept.values()]
-    after = prepare.use_batch_statistics(tape, graph)
+    after = use_batch_statistics(tape, graph)
     kept = dict(zip(kept, graph.outputs[1:], strict=True))  # statistics are computed by other nodes now
     graph.outputs[:] = graph.outputs[:1]
     parameters = [inputs[name] for name in parameter_names]
@@ -197,14 +199,14 @@ def initial_inputs(
     dict of str to array
         A value for every input of the step except the batch.
     """
-    graph = prepare.load(forward_model).graph
+    graph = load(forward_model).graph
     wanted = [value.name for value in step.graph.input]
-    constants = dict(prepare.initial_values(graph))
+    constants = dict(initial_values(graph))
     made: dict[str, np.ndarray] = {}
     for name in wanted:
         if name in constants:
             value = constants[name]
-            array = value.const_value.numpy() if value.const_value is not None else prepare.filled(value)
+            array = value.const_value.numpy() if value.const_value is not None else filled(value)
             if array is not None:
                 made[name] = array
     state = optimizers.initial_state(dict.fromkeys(made, optimizer), made) if optimizer is not None else {}
@@ -212,7 +214,7 @@ def initial_inputs(
 
 
 def _as_input(graph: ir.Graph, value: ir.Value, stored: dict[str, np.ndarray]) -> str:
-    made, array = prepare.promote(graph, value)
+    made, array = promote(graph, value)
     name = str(made.name)
     if array is not None:
         stored[name] = array
