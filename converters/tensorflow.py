@@ -27,7 +27,7 @@ from onnx_remat.messages import Setting, first_line
 from onnx_remat.ort import runtime
 
 from . import names, optimizers
-from .autodiff import add_backward
+from .autodiff.build import differentiated
 from .checks import agreement as comparison
 from .checks import default_level, tolerances
 from .tensorflow_ops import HANDLERS, check_ops, inlined, write_out
@@ -124,7 +124,8 @@ def export_training_step(
     gradients = _Gradients(tf, traced, [*forward.values, *batch], forward.trained, signature)
     if not (trained := gradients.connected):
         raise ConversionError(f"the loss depends on no trained variable (of {len(forward.trained)})")
-    plain = add_backward(made, names.LOSS, wrt=trained, keep=keep, check=False, convention="tensorflow")
+    step = differentiated(made, names.LOSS, trained, keep=keep, convention="tensorflow")
+    plain = step.proto()
     if check:
         feeds = forward.values | batch
         given = {value.name for value in plain.graph.input}
@@ -148,9 +149,7 @@ def export_training_step(
             found = comparison.compare(outputs, expected, tolerance, noise)
         default_level.compare(plain, feeds, outputs, tolerance)
     if optimizer is not None:
-        plain = add_backward(
-            made, names.LOSS, wrt=trained, keep=keep, optimizer=optimizer, check=False, convention="tensorflow"
-        )
+        plain = step.updating(optimizer)
     if check:
         comparison.record(plain, found)
     return plain

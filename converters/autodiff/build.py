@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -98,6 +99,68 @@ def add_backward(
         An op between a parameter and the loss has no gradient rule (the message names op and node), there is no scalar
         loss, the loss depends on no parameter, or the gradients fail the check.
     """
+    step = differentiated(
+        forward_model, loss, wrt, training=training, frozen=frozen, keep=keep, dims=dims, convention=convention
+    )
+    plain = step.proto()
+    _check_names(example_inputs or {}, [*(value.name for value in plain.graph.input), *step.idle], optimizer)
+    found = finite_differences.check(
+        plain, step.parameters, step.stored, dict(example_inputs or {})
+    ) if check else None  # fmt: skip
+    if optimizer is not None:
+        plain = step.updating(optimizer)
+    if found is not None:
+        finite_differences.record(plain, found)
+    return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiated:
+    """A forward model with the gradients of its parameters.
+
+    Attributes
+    ----------
+    model : onnx_ir.Model
+        The step; inputs and outputs are those of `add_backward` without an optimizer.
+    parameters, idle : list of str
+        Names of the parameters that influence the loss, and of those that do not and are constants again.
+    batch_inputs : int
+        Number of the last inputs that are the batch.
+    stored : dict of str to array
+        Values of parameters and running statistics in the file, where it has them.
+    """
+
+    model: ir.Model
+    parameters: list[str]
+    idle: list[str]
+    batch_inputs: int
+    stored: dict[str, np.ndarray]
+
+    def proto(self) -> onnx.ModelProto:
+        """Return the step as a protobuf, checked by ONNX's checker."""
+        proto = ir.to_proto(self.model)
+        proto.producer_name = "onnx-remat"
+        onnx.checker.check_model(proto)
+        return proto
+
+    def updating(self, optimizer: optimizers.Optimizer) -> onnx.ModelProto:
+        """Return the step with an optimizer's update in place of gradients; `model` changes to it."""
+        optimizers.append(self.model.graph, dict.fromkeys(self.parameters, optimizer), self.batch_inputs)
+        return self.proto()
+
+
+def differentiated(
+    forward_model: Source,
+    loss: str | losses.Loss | None,
+    wrt: Sequence[str] | None,
+    *,
+    training: bool = False,
+    frozen: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    dims: Mapping[str, int] | None = None,
+    convention: Convention = "torch",
+) -> Differentiated:
+    """Return a forward model with the gradients of its parameters; see `add_backward`."""
     wrt, frozen, keep = None if wrt is None else _names(wrt), _names(frozen), _names(keep)
     model = load(forward_model)
     if training:
@@ -146,18 +209,9 @@ def add_backward(
         raise ConversionError(f"keep: an output of the step is called {clash!r}, too: rename it in the forward model")
     _set_outputs(tape, graph, made | kept)
     order.DIFFERENTIATED.run(model)
-    plain = _finished(model)
-    given = [*(value.name for value in plain.graph.input), *parameter_names]
-    _check_names(example_inputs or {}, given, optimizer)
-    found = finite_differences.check(
-        plain, [str(p.name) for p in parameters], stored, dict(example_inputs or {})
-    ) if check else None  # fmt: skip
-    if optimizer is not None:
-        optimizers.append(graph, {str(p.name): optimizer for p in parameters}, len(batch) + len(targets))
-        plain = _finished(model)
-    if found is not None:
-        finite_differences.record(plain, found)
-    return plain
+    active = [str(p.name) for p in parameters]
+    idle = [name for name in parameter_names if name not in active]
+    return Differentiated(model, active, idle, len(batch) + len(targets), stored)
 
 
 def _names(given: Sequence[str]) -> Sequence[str]:
@@ -288,11 +342,3 @@ def _set_outputs(tape: Tape, graph: ir.Graph, wanted: Mapping[str, ir.Value]) ->
         value.name = name
         outputs.append(value)
     graph.outputs[:] = outputs
-
-
-def _finished(model: ir.Model) -> onnx.ModelProto:
-    """Return the model as a protobuf, checked by ONNX's checker."""
-    proto = ir.to_proto(model)
-    proto.producer_name = "onnx-remat"
-    onnx.checker.check_model(proto)
-    return proto
