@@ -175,6 +175,12 @@ def _checked(of: Convolution) -> Convolution | None:
     return of if min(of.images + of.output) > 0 and 1 <= len(of.kernel) <= 3 else None
 
 
+def find(ordered: OrderedStep) -> list[Found]:
+    """Return the convolutions of a step, gradients of weights first; these may have others among their nodes."""
+    steps = Steps(ordered)
+    return [*weight_gradients(steps), *single(steps)]
+
+
 # ---- convolutions and gradients of images ----
 
 

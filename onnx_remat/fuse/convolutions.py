@@ -9,7 +9,7 @@ from math import prod
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.convolution_forms import Found, Steps, single, weight_gradients
+from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.kernel import Kernel
 from onnx_remat.fuse.machine_code import has_avx512
 from onnx_remat.fuse.onednn import IMAGES, WEIGHTS, Convolution
@@ -28,12 +28,12 @@ LEAST_CHANNELS = 8
 """Channels of images from which on oneDNN computes their gradient faster; a first layer has fewer."""
 
 
-def find(ordered: OrderedStep) -> list[Found]:
-    """Return the convolutions of a step that oneDNN computes faster than ONNX Runtime, by place."""
-    steps = Steps(ordered)
+def find(every: Iterable[Found]) -> list[Found]:
+    """Return the convolutions that oneDNN computes faster than ONNX Runtime, by place; the first ones of those that
+    share nodes."""
     found: list[Found] = []
     taken: set[int] = set()
-    for each in (*weight_gradients(steps), *single(steps)):
+    for each in every:
         if not taken.intersection(each.members) and worthwhile(each.convolution) and _known(each.convolution):
             taken.update(each.members)
             found.append(each)

@@ -12,15 +12,16 @@ gradient and the images read there:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from onnx_remat.fuse import onednn
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.convolution_forms import Found, Steps, weight_gradients
+from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.convolutions import LEAST_WORK_IN_GROUPS
 from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
-from onnx_remat.fuse.onednn import Convolution
+from onnx_remat.fuse.onednn import WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_COPIED = 1 << 14
@@ -42,15 +43,14 @@ PART_WORK = 1 << 16
 """Least additions of a thread's work item."""
 
 
-def find(ordered: OrderedStep) -> list[Found]:
-    """Return the gradients that the kernel computes faster than oneDNN, where that is installed, or ONNX Runtime."""
-    every = list(weight_gradients(Steps(ordered)))
+def find(every: Iterable[Found]) -> list[Found]:
+    """Return the convolutions that the kernel computes faster than oneDNN, where that is installed, or ONNX Runtime."""
     return [found for found in every if is_possible(found.convolution) and worthwhile(found.convolution)]
 
 
 def is_possible(of: Convolution) -> bool:
-    """Whether the kernel here can compute a gradient of weights."""
-    if len(of.kernel) != 2 or not of.group == of.images[1] == of.output[1]:
+    """Whether the kernel here can compute a convolution: a gradient of weights."""
+    if of.kind != WEIGHTS or len(of.kernel) != 2 or not of.group == of.images[1] == of.output[1]:
         return False
     return _Copies.of(of).count <= MOST_COPIED and prod(of.kernel) <= MOST_ENTRIES
 

@@ -127,3 +127,36 @@ class Kernel:
         for dtype, shape in self.outputs:
             description += [dtype, len(shape), *shape]
         return [*description, *self.sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Nodes that one kernel can replace, see `replacements`.
+
+    Attributes
+    ----------
+    place : int
+        Where the kernel runs.
+    members : tuple of int
+        Places of the nodes.
+    reads, makes : tuple of str
+    kind : str
+        Of the kernel, for the name of its node.
+    kernel : Kernel
+        An output beyond `makes` is scratch memory.
+    plain : frozenset of int
+        Input slots that its output may overwrite.
+    """
+
+    place: int
+    members: tuple[int, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    kind: str
+    kernel: Kernel
+    plain: frozenset[int] = frozenset()
+
+    @property
+    def scratch(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Element type and shape of each output that is scratch memory."""
+        return self.kernel.outputs[len(self.makes) :]

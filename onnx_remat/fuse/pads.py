@@ -5,15 +5,14 @@ ONNX Runtime's own kernel takes far longer than a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import copysign, prod
 
 import onnx
 
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.cuda import DECLARATIONS, THREADS, thread_of
-from onnx_remat.fuse.kernel import METADATA, Kernel
+from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_ELEMENTS = 1 << 31
@@ -21,41 +20,17 @@ MOST_ELEMENTS = 1 << 31
 
 MOST_AXES = 8
 
-
-@dataclass(frozen=True, slots=True)
-class Pad:
-    """A Pad with zeros.
-
-    Attributes
-    ----------
-    place : int
-    reads, makes : str
-    dtype : int
-    axes : tuple of (int, int, int)
-        Outermost first: extent in the input, in the output, and zeros before the first element, which may be negative.
-    shape : tuple of int
-        Of the output.
-    """
-
-    place: int
-    reads: str
-    makes: str
-    dtype: int
-    axes: tuple[tuple[int, int, int], ...]
-    shape: tuple[int, ...]
+Axis = tuple[int, int, int]
+"""Extent in the input, in the output, and zeros before the first element, which may be negative."""
 
 
-def find(ordered: OrderedStep) -> list[Pad]:
+def find(ordered: OrderedStep) -> list[Replacement]:
     """Return the Pads with zeros in a step, by place."""
-    found = []
-    for place, step in enumerate(ordered.steps):
-        pad = _pad_of(ordered, place, step.node)
-        if pad is not None:
-            found.append(pad)
-    return found
+    found = (_pad_of(ordered, place, step.node) for place, step in enumerate(ordered.steps))
+    return [each for each in found if each is not None]
 
 
-def _pad_of(ordered: OrderedStep, place: int, node: onnx.NodeProto) -> Pad | None:
+def _pad_of(ordered: OrderedStep, place: int, node: onnx.NodeProto) -> Replacement | None:
     if node.op_type != "Pad" or node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
     if any(each.name == "mode" and each.s != b"constant" for each in node.attribute) or any(node.input[3:]):
@@ -71,13 +46,15 @@ def _pad_of(ordered: OrderedStep, place: int, node: onnx.NodeProto) -> Pad | Non
     if not ordered.on_host.isdisjoint(names) or prod(old.shape) >= MOST_ELEMENTS:
         return None
     axes = _merged(zip(old.shape, new.shape, pads[: len(old.shape)], strict=True))
-    makes, reads = node.output[0], ordered.uses.root(node.input[0])
-    return Pad(place, reads, makes, old.dtype, axes, new.shape) if len(axes) <= MOST_AXES else None
+    if len(axes) > MOST_AXES:
+        return None
+    kernel = _kernel(old.dtype, axes, new.shape)
+    return Replacement(place, (place,), (ordered.uses.root(node.input[0]),), (node.output[0],), "Pad", kernel)
 
 
-def _merged(axes: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Return axes, each that is not padded together with the one around it, if there is one."""
-    found: list[tuple[int, int, int]] = []
+    found: list[Axis] = []
     for extent, result, before in axes:
         if found and extent == result and not before:
             outer = found[-1]
@@ -87,18 +64,19 @@ def _merged(axes: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple(found)
 
 
-def kernel_of(pad: Pad) -> Kernel:
-    """Return the kernel of a Pad."""
-    size, sizes = prod(pad.shape), tuple(number for axis in pad.axes for number in axis) or (0,)
-    inputs = ((pad.dtype, prod(extent for extent, _, _ in pad.axes)),)
-    return Kernel(_text(pad), sizes, size, THREADS, inputs, ((pad.dtype, pad.shape),), threads=THREADS)
+def _kernel(dtype: int, axes: Sequence[Axis], shape: tuple[int, ...]) -> Kernel:
+    """Return the kernel of a Pad of axes, the outermost first, to a shape."""
+    sizes = tuple(number for axis in axes for number in axis) or (0,)
+    inputs = ((dtype, prod(extent for extent, _, _ in axes)),)
+    text = _text(8 * KINDS[dtype].nbytes, len(axes))
+    return Kernel(text, sizes, prod(shape), THREADS, inputs, ((dtype, shape),), threads=THREADS)
 
 
-def _text(pad: Pad) -> str:
-    """Return the kernel's text: the same for all Pads of as many axes and of elements of one size."""
-    bits, lines = 8 * KINDS[pad.dtype].nbytes, ["%rest.0 = trunc i64 %index to i32"]
-    stride, offset, inside, last = "1", "0", "true", len(pad.axes) - 1
-    for i, axis in enumerate(reversed(range(len(pad.axes)))):
+def _text(bits: int, rank: int) -> str:
+    """Return the text of the kernel of all Pads of so many axes, and of elements of so many bits."""
+    lines = ["%rest.0 = trunc i64 %index to i32"]
+    stride, offset, inside, last = "1", "0", "true", rank - 1
+    for i, axis in enumerate(reversed(range(rank))):
         for at, name in enumerate(("extent", "result", "before")):
             lines += [
                 f"%p.{name}.{i} = getelementptr i64, ptr %sizes, i64 {3 * axis + at}",
@@ -116,7 +94,7 @@ def _text(pad: Pad) -> str:
         ]  # fmt: skip
         inside, offset, stride = f"%inside.{i}", f"%offset.{i}", f"%stride.{i}"
     body = "\n  ".join(lines)
-    return f"""{DECLARATIONS}{thread_of("index", 1, 1, 3 * len(pad.axes))}
+    return f"""{DECLARATIONS}{thread_of("index", 1, 1, 3 * rank)}
 work:
   %x = load ptr, ptr %in
   %y = load ptr, ptr %out

@@ -8,14 +8,13 @@ a maximum is the first element of its window until one is greater, so that only 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.kernel import METADATA, Kernel, grain, loaded
+from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, grain, loaded
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
 
 OLDEST_RUNTIME = (1, 29)
@@ -25,70 +24,15 @@ LEAST_ELEMENTS = 1 << 14
 """Least elements that are read or made: below, a kernel saves nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """A MaxPool with indices.
-
-    Attributes
-    ----------
-    place : int
-    reads : str
-    makes : tuple of str
-        Maxima, and their indices.
-    planes : int
-        Images times channels.
-    sizes : tuple of int
-        Height and width of a plane and of its result, then by axis: window, strides, dilations, first padding.
-    shape : tuple of int
-        Of the results.
-    """
-
-    place: int
-    reads: str
-    makes: tuple[str, str]
-    planes: int
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Elements that are added into zeros, row by row.
-
-    Attributes
-    ----------
-    place : int
-        That of the ScatterElements.
-    members : tuple of int
-        Places of the nodes that the kernel replaces.
-    reads : tuple of str
-        Indices and elements.
-    makes : str
-    rows, columns, added : int
-        Of the result; elements that are added to a row.
-    remainder : bool
-        Whether an index is the remainder of what is read, divided by `columns`.
-    """
-
-    place: int
-    members: tuple[int, ...]
-    reads: tuple[str, str]
-    makes: str
-    rows: int
-    columns: int
-    added: int
-    remainder: bool
-
-
-def find(ordered: OrderedStep) -> tuple[list[Pool], list[Sum]]:
-    """Return the pools and the sums of a step, by place."""
+def find(ordered: OrderedStep) -> list[Replacement]:
+    """Return the pools of a step, by place, then its sums."""
     uses = ordered.uses
     pools = [_pool(uses, i, step) for i, step in enumerate(ordered.steps)] if ordered.maxima else []
     sums = [_sum(uses, i, step) for i, step in enumerate(ordered.steps)]
-    return [each for each in pools if each is not None], [each for each in sums if each is not None]
+    return [each for each in (*pools, *sums) if each is not None]
 
 
-def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
+def _pool(uses: Uses, place: int, step: Runs) -> Replacement | None:
     node, tensors = step.node, uses.ordered.tensors
     if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(step.writes) != 2:
         return None
@@ -111,7 +55,8 @@ def _pool(uses: Uses, place: int, step: Runs) -> Pool | None:
     root = uses.root(node.input[0])
     if root in uses.ordered.renewed.values() or any(name in uses.ordered.renewed for name in node.output):
         return None
-    return Pool(place, root, (node.output[0], node.output[1]), prod(shape[:2]), sizes, made)
+    kernel = _kernel_of_pool(prod(shape[:2]), sizes, made)
+    return Replacement(place, (place,), (root,), tuple(node.output), "MaxPool", kernel)
 
 
 def _has_empty_window(size: int, made: int, kernel: int, stride: int, dilation: int, pad: int) -> bool:
@@ -124,7 +69,7 @@ def _has_empty_window(size: int, made: int, kernel: int, stride: int, dilation: 
     return any(not any(0 <= start + i * dilation < size for i in range(kernel)) for start in starts)
 
 
-def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
+def _sum(uses: Uses, place: int, step: Runs) -> Replacement | None:
     node, tensors, constants = step.node, uses.ordered.tensors, uses.ordered.constants
     if node.op_type != "ScatterElements" or node.domain not in ("", "ai.onnx"):
         return None
@@ -159,9 +104,8 @@ def _sum(uses: Uses, place: int, step: Runs) -> Sum | None:
     renewed = uses.ordered.renewed
     if any(name in renewed.values() for name in reads) or node.output[0] in renewed:
         return None
-    return Sum(
-        place, tuple(sorted(members)), reads, node.output[0], rows, columns, index.shape[1], remainder
-    )  # fmt: skip
+    kernel = _kernel_of_sum(rows, columns, index.shape[1], remainder)
+    return Replacement(place, tuple(sorted(members)), reads, (node.output[0],), "sum", kernel)
 
 
 def _is_zero(uses: Uses, name: str) -> bool:
@@ -174,22 +118,29 @@ def _is_zero(uses: Uses, name: str) -> bool:
     return never >= 0 and len(set(uses.ordered.steps[never].node.input)) == 1
 
 
-def kernel_of_pool(pool: Pool) -> Kernel:
-    """Return the kernel of a MaxPool: some planes in each part."""
-    read = prod(pool.sizes[:2])
+def _kernel_of_pool(planes: int, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Kernel:
+    """Return the kernel of a MaxPool: some planes in each part.
+
+    `planes` are the images times their channels; `sizes` the height and the width of a plane and of its result, then by
+    axis: window, strides, dilations, first padding.
+    """
+    read = prod(sizes[:2])
     return Kernel(
-        _POOL, pool.sizes, pool.planes, grain(pool.planes, read, LEAST_ELEMENTS), ((FLOAT, pool.planes * read),),
-        ((FLOAT, pool.shape), (LONG, pool.shape)),
+        _POOL, sizes, planes, grain(planes, read, LEAST_ELEMENTS), ((FLOAT, planes * read),),
+        ((FLOAT, shape), (LONG, shape)),
     )  # fmt: skip
 
 
-def kernel_of_sum(found: Sum) -> Kernel:
-    """Return the kernel of a sum: some rows in each part."""
-    count = found.rows * found.added
+def _kernel_of_sum(rows: int, columns: int, added: int, remainder: bool) -> Kernel:
+    """Return the kernel of a sum: some rows in each part.
+
+    To each row so many elements are `added`; an index is the remainder of the one that is read, divided by `columns`,
+    or the one itself.
+    """
+    count = rows * added
     return Kernel(
-        _text_of_sum(found.remainder), (found.columns, found.added), found.rows,
-        grain(found.rows, found.columns, LEAST_ELEMENTS),
-        ((LONG, count), (FLOAT, count)), ((FLOAT, (found.rows, found.columns)),),
+        _text_of_sum(remainder), (columns, added), rows, grain(rows, columns, LEAST_ELEMENTS),
+        ((LONG, count), (FLOAT, count)), ((FLOAT, (rows, columns)),),
     )  # fmt: skip
 
 

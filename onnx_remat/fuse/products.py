@@ -16,8 +16,9 @@ import onnx
 
 from onnx_remat.fuse import blas
 from onnx_remat.fuse.code import FLOAT
-from onnx_remat.fuse.kernel import METADATA, Kernel, loaded
+from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, loaded
 from onnx_remat.fuse.members import MOST_RANK
+from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27
@@ -55,6 +56,17 @@ class Product:
     right: bool
     bias: bool
     shape: tuple[int, ...]
+
+
+def find(ordered: OrderedStep) -> list[Replacement]:
+    """Return the products of a step that are worth a kernel, by place."""
+    found: list[Replacement] = []
+    for place, step in enumerate(ordered.steps):
+        product = product_of(step.node, ordered.tensors)
+        if product is not None:
+            reads, kind = tuple(name for name in step.node.input if name), f"product, {step.node.op_type}"
+            found.append(Replacement(place, (place,), reads, tuple(step.node.output), kind, kernel_of(product)))
+    return found
 
 
 def product_of(node: onnx.NodeProto, tensors: Mapping[str, Tensor]) -> Product | None:

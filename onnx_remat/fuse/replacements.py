@@ -6,17 +6,18 @@ where it runs, exceeds the step's peak and the scratch memory that ONNX Runtime 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolutions, depthwise, pads, pools, products, scatters
+from onnx_remat.fuse import convolution_forms, convolutions, depthwise, pads, pools, products, scatters
+from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
-from onnx_remat.fuse.kernel import Kernel
+from onnx_remat.fuse.kernel import Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep, Runs
 from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
@@ -72,33 +73,50 @@ class Replaced:
 
 def convolved(ordered: OrderedStep) -> tuple[list[Found], list[Found]]:
     """Return the gradients that `depthwise` computes, and the other convolutions that oneDNN computes faster."""
-    here = depthwise.find(ordered)
+    every = convolution_forms.find(ordered)
+    here = depthwise.find(every)
     taken = {place for each in here for place in each.members}
-    return here, [each for each in convolutions.find(ordered) if taken.isdisjoint(each.members)]
+    return here, convolutions.find(each for each in every if taken.isdisjoint(each.members))
 
 
-def replaced(ordered: OrderedStep, secret: int) -> Replaced:
-    """Replace nodes that libraries compute faster; new nodes name their kernels by `secret` and handle.
+def candidates(ordered: OrderedStep) -> list[Replacement]:
+    """Return the nodes that such kernels can replace; of those that share nodes, the first ones are preferred.
 
     On a device ONNX Runtime's own kernels call libraries, so that only Pads are replaced.
     """
     if ordered.device:
-        return _with(ordered, [], [], secret)
-    gradients, found = convolved(ordered) if ordered.convolutions else (depthwise.find(ordered), [])
-    peak = int(live_bytes(ordered).max(initial=0)) if found else 0
+        return pads.find(ordered)
+    gradients, others = convolved(ordered)
+    found = [_replacement(each, "depthwise weights", depthwise.kernel_of(each, ordered)) for each in gradients]
+    for each in others if ordered.convolutions else ():
+        kind = f"convolution, {each.convolution.kind}"
+        found.append(_replacement(each, kind, convolutions.kernel_of(each, ordered)))
+    found += [*scatters.find(ordered), *pools.find(ordered)]
+    return [*found, *products.find(ordered)] if ordered.products else found
+
+
+def _replacement(found: Found, kind: str, kernel: Kernel) -> Replacement:
+    return Replacement(found.place, found.members, found.reads, (found.makes,), kind, kernel)
+
+
+def replaced(ordered: OrderedStep, secret: int) -> Replaced:
+    """Replace nodes that such kernels compute faster; new nodes name their kernels by `secret` and handle."""
+    found = candidates(ordered)
+    peak = int(live_bytes(ordered).max(initial=0)) if any(each.scratch for each in found) else 0
     before = ordered.workspace(range(len(ordered.steps)))
     while True:
-        made = _with(ordered, gradients, found, secret)
+        made = _with(ordered, found, secret)
+        if not made.scratch:
+            return made
         left = ordered.workspace([place for place in made.places if place >= 0])
-        live = live_bytes(made.ordered) if found else ()
         tall = {
             step.writes[0]
-            for step, nbytes in zip(made.ordered.steps, live, strict=False)
+            for step, nbytes in zip(made.ordered.steps, live_bytes(made.ordered), strict=True)
             if step.writes and step.writes[-1] in made.scratch and nbytes > peak + before - left
         }
         if not tall:
             return made
-        found = [each for each in found if each.makes not in tall]
+        found = [each for each in found if not (each.scratch and each.makes[0] in tall)]
 
 
 def _in_order(nodes: Sequence[LibraryNode]) -> list[LibraryNode]:
@@ -112,56 +130,28 @@ def _in_order(nodes: Sequence[LibraryNode]) -> list[LibraryNode]:
     return found
 
 
-def _with(ordered: OrderedStep, gradients: Sequence[Found], found: Sequence[Found], secret: int) -> Replaced:
+def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Replaced:
     kernels: list[Kernel] = []
     new: dict[int, list[LibraryNode]] = {}
     scratch: dict[str, Tensor] = {}
-
-    def add(
-        place: int, kernel: Kernel, kind: str, reads: Sequence[str], makes: Sequence[str], members: tuple[int, ...],
-        *plain: int,
-    ) -> None:  # fmt: skip
-        handle = len(kernels)
-        name = f"kernel {handle}: {kind}"
-        op = DEVICE_OP if ordered.device else OP
-        node = onnx.helper.make_node(op, reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
-        new.setdefault(place, []).append(LibraryNode(node, members, frozenset(plain)))
-        kernels.append(kernel)
-
-    gone = {place for each in (*gradients, *found) for place in each.members}
-    for each in gradients:
-        kernel = depthwise.kernel_of(each, ordered)
-        add(each.place, kernel, "depthwise weights", each.reads, (each.makes,), each.members)
+    gone: set[int] = set()
+    op = DEVICE_OP if ordered.device else OP
     for each in found:
-        kernel = convolutions.kernel_of(each, ordered)
-        dtype, shape = kernel.outputs[1]
-        name = f"{each.makes}/scratch"
-        while name in ordered.tensors or name in scratch:
-            name += "/scratch"
-        scratch[name] = Tensor(dtype, shape, 4 * prod(shape), shape)
-        add(each.place, kernel, f"convolution, {each.convolution.kind}", each.reads, (each.makes, name), each.members)
-    for pad in pads.find(ordered) if ordered.device else ():
-        add(pad.place, pads.kernel_of(pad), "Pad", (pad.reads,), (pad.makes,), (pad.place,))
-        gone.add(pad.place)
-    for rows in () if ordered.device else scatters.find(ordered):
-        if gone.isdisjoint(rows.members):
-            add(rows.place, scatters.kernel_of(rows), "sum of rows", rows.reads, (rows.makes,), rows.members, 0)
-            gone.update(rows.members)
-    maxima, sums = ([], []) if ordered.device else pools.find(ordered)
-    for pool in maxima:
-        add(pool.place, pools.kernel_of_pool(pool), "MaxPool", (pool.reads,), pool.makes, (pool.place,))
-        gone.add(pool.place)
-    for total in sums:
-        if gone.isdisjoint(total.members):
-            add(total.place, pools.kernel_of_sum(total), "sum", total.reads, (total.makes,), total.members)
-            gone.update(total.members)
-    for i, step in enumerate(ordered.steps):
-        product = products.product_of(step.node, ordered.tensors) if ordered.products and i not in gone else None
-        if product is not None:
-            reads = [name for name in step.node.input if name]
-            kind = f"product, {step.node.op_type}"
-            add(i, products.kernel_of(product), kind, reads, step.node.output, (i,))
-            gone.add(i)
+        if not gone.isdisjoint(each.members):
+            continue
+        gone.update(each.members)
+        makes = list(each.makes)
+        for dtype, shape in each.scratch:
+            name = f"{makes[0]}/scratch"
+            while name in ordered.tensors or name in scratch:
+                name += "/scratch"
+            scratch[name] = Tensor(dtype, shape, KINDS[dtype].nbytes * prod(shape), shape)
+            makes.append(name)
+        handle = len(kernels)
+        name = f"kernel {handle}: {each.kind}"
+        node = onnx.helper.make_node(op, each.reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
+        new.setdefault(each.place, []).append(LibraryNode(node, each.members, each.plain))
+        kernels.append(each.kernel)
     steps: list[Runs] = []
     places: list[int] = []
     for i, step in enumerate(ordered.steps):

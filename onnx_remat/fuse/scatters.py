@@ -8,13 +8,12 @@ some of the columns, in order: results are ScatterElements' to the bit. It check
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from math import prod
 
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.kernel import METADATA, Kernel
+from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep
 
 LEAST_COLUMNS = 8
@@ -24,36 +23,10 @@ LEAST_ELEMENTS = 1 << 12
 """Least elements to be added."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Nodes that add rows to the rows of a matrix.
-
-    Attributes
-    ----------
-    place : int
-        That of the ScatterElements, where the kernel runs.
-    members : tuple of int
-        Places of the nodes that it replaces.
-    reads : tuple of str
-        The matrix, the index of each row to be added, and these rows.
-    makes : str
-    rows, columns, added : int
-        Of the matrix; rows to be added.
-    """
-
-    place: int
-    members: tuple[int, ...]
-    reads: tuple[str, str, str]
-    makes: str
-    rows: int
-    columns: int
-    added: int
-
-
-def find(ordered: OrderedStep) -> list[Scatter]:
+def find(ordered: OrderedStep) -> list[Replacement]:
     """Return the sums of rows in a step, by place."""
     uses = ordered.uses
-    found: list[Scatter] = []
+    found: list[Replacement] = []
     for place, step in enumerate(ordered.steps):
         node = step.node
         expand = uses.made_by(node.input[1], "Expand") if _adds_rows(node) else -1
@@ -71,11 +44,13 @@ def find(ordered: OrderedStep) -> list[Scatter]:
             continue
         if not all(map(uses.is_own, names)):
             continue
-        target, index, more = map(uses.root, names[:3])
+        reads = tuple(map(uses.root, names[:3]))
+        index = reads[1]
         renewed = index in ordered.renewed.values()  # perhaps before the kernel reads it, later than the Expand did
         if prod(ordered.tensors[index].shape) == count and not renewed:
+            kernel = _kernel(matrix.shape[0], columns, count)
             found.append(
-                Scatter(place, (expand, place), (target, index, more), names[3], matrix.shape[0], columns, count)
+                Replacement(place, (expand, place), reads, names[3:], "sum of rows", kernel, plain=frozenset({0}))
             )
     return found
 
@@ -87,9 +62,8 @@ def _adds_rows(node: onnx.NodeProto) -> bool:
     return values == {"axis": 0, "reduction": b"add"} or values == {"reduction": b"add"}
 
 
-def kernel_of(scatter: Scatter) -> Kernel:
-    """Return the kernel of a sum of rows: part of the columns in each thread."""
-    rows, columns, added = scatter.rows, scatter.columns, scatter.added
+def _kernel(rows: int, columns: int, added: int) -> Kernel:
+    """Return the kernel that adds rows to those of a matrix: part of the columns in each thread."""
     grain = max(LEAST_COLUMNS, -(-columns // (os.cpu_count() or 1)))
     inputs = ((FLOAT, rows * columns), (LONG, added), (FLOAT, added * columns))
     return Kernel(_TEXT, (rows, columns, added), columns, grain, inputs, ((FLOAT, (rows, columns)),))

@@ -241,9 +241,9 @@ def _of_bodies(program: Program) -> frozenset[str]:
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     """Return two sets of ops: those that a kernel replaces several at a time, and those that one replaces alone."""
-    from onnx_remat.fuse import onednn, pools, scatters
+    from onnx_remat.fuse import onednn
     from onnx_remat.fuse.ordered import OrderedStep
-    from onnx_remat.fuse.replacements import convolved
+    from onnx_remat.fuse.replacements import candidates
     from onnx_remat.session.lean_graph import LeanNode
 
     graph = compiled.graph
@@ -251,19 +251,12 @@ def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     ordered = OrderedStep(
         steps=[LeanNode(op.node, op.captured) for op in graph.ops], tensors=compiled.tensors,
         outputs=frozenset(value.name for value in graph.model.graph.output), root={}, counted={}, renewed={},
-        constants=known[0], integers=known[1], overwrites=lambda at, new, old: False,
+        constants=known[0], integers=known[1], overwrites=lambda at, new, old: False, convolutions=not onednn.why_not(),
     )  # fmt: skip
-    maxima, sums = pools.find(ordered)
-    groups: list[tuple[int, ...]] = [(each.place,) for each in maxima]
-    gradients, by_onednn = convolved(ordered)
-    groups += [each.members for each in gradients]
-    groups += [each.members for each in scatters.find(ordered)] + [each.members for each in sums]
-    if not onednn.why_not():
-        groups += [each.members for each in by_onednn]
     several: set[int] = set()
     single: set[int] = set()
-    for members in groups:
-        (several if len(members) > 1 else single).update(graph.ops[at].index for at in members)
+    for each in candidates(ordered):
+        (several if len(each.members) > 1 else single).update(graph.ops[at].index for at in each.members)
     return frozenset(several), frozenset(single)
 
 

@@ -16,7 +16,7 @@ from onnx_remat.converters.autodiff import add_backward
 
 from onnx_remat import Session
 from onnx_remat.errors import ModelError
-from onnx_remat.fuse import convolutions, machine_code, onednn
+from onnx_remat.fuse import convolution_forms, convolutions, machine_code, onednn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
@@ -71,7 +71,7 @@ def feeds_of(model, seed=1):
 def found_in(model, monkeypatch):
     """The convolutions of a step in file order, whatever they gain."""
     monkeypatch.setattr(convolutions, "worthwhile", lambda of: True)
-    return convolutions.find(ordered_step(model))
+    return convolutions.find(convolution_forms.find(ordered_step(model)))
 
 
 def ordered_step(model):
@@ -184,7 +184,7 @@ def test_what_is_left_to_onnx_runtime(node, shapes):
         steps=[LeanNode(node)], tensors=tensors, outputs={"y"}, root={}, counted={}, renewed={}, constants={},
         overwrites=lambda at, new, old: False,
     )  # fmt: skip
-    assert not convolutions.find(ordered)
+    assert not convolutions.find(convolution_forms.find(ordered))
 
 
 def changed(model, change):
@@ -223,7 +223,7 @@ def test_forms_that_compute_something_else_are_not_taken(monkeypatch):
 
     for change in (swap_products, pad_by_one, reflect, read_elsewhere):
         other = changed(model, change)
-        kinds = [each.convolution.kind for each in convolutions.find(ordered_step(other))]
+        kinds = [each.convolution.kind for each in found_in(other, monkeypatch)]
         assert WEIGHTS not in kinds, change.__name__
 
 
