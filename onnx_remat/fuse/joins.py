@@ -24,8 +24,8 @@ import numpy as np
 import onnx
 
 from onnx_remat.fuse import segments
-from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.nodes import FusedNode, Fusion
+from onnx_remat.fuse.kernel import FusedNode, Kernel
+from onnx_remat.fuse.nodes import Fusion
 from onnx_remat.fuse.ordered import OrderedStep
 
 MOST_TRIED = 4
@@ -108,8 +108,9 @@ class _Joining:
         self.ordered, self.order, self.waits = ordered, found.order, waits
         self.fused = {i: made for i, each in enumerate(found.order) if (made := _fused(each, found)) is not None}
         self.final, count = ordered.uses.kept, len(found.order)
-        self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, self._reads(i)))) for i in range(count)]
-        self.writes = [self._writes(i) for i in range(count)]
+        steps = [each if isinstance(each, FusedNode) else ordered.steps[each] for each in found.order]
+        self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, step.reads))) for step in steps]
+        self.writes = [step.writes for step in steps]
         self.at = list(range(count))
         self.here: list[tuple[int, ...]] = [(i,) for i in range(count)]
         self.maker = {name: i for i, names in enumerate(self.writes) for name in names if name not in ordered.root}
@@ -127,14 +128,6 @@ class _Joining:
         self.saved = np.zeros((2, count), np.int64)
         self._update_savings(range(count))
         self.peak = self.live_bytes.max(axis=1, initial=0) + np.array([more, 0])
-
-    def _reads(self, i: int) -> Iterable[str]:
-        each = self.order[i]
-        return each.node.input if isinstance(each, FusedNode) else self.ordered.steps[each].reads
-
-    def _writes(self, i: int) -> tuple[str, ...]:
-        each = self.order[i]
-        return tuple(each.node.output) if isinstance(each, FusedNode) else self.ordered.steps[each].writes
 
     # ---- liveness ----
 

@@ -1,9 +1,12 @@
-"""A kernel: its LLVM text, its description for ``shim.c``, and text that many kernels share."""
+"""A kernel: its LLVM text, its description for ``shim.c``, the nodes it replaces; and text that many kernels share."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
+
+import onnx
 
 from onnx_remat.fuse.onednn import Convolution
 
@@ -160,3 +163,35 @@ class Replacement:
     def scratch(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Element type and shape of each output that is scratch memory."""
         return self.kernel.outputs[len(self.makes) :]
+
+
+@dataclass(frozen=True)
+class FusedNode:
+    """A node that runs a kernel in place of others.
+
+    Attributes
+    ----------
+    node : onnx.NodeProto
+    members : tuple of int
+        Places of the nodes that it replaces.
+    plain : frozenset of int
+        Input slots that the kernel reads elementwise only: an output may overwrite such an input.
+    segments : int
+        Number of kernels that it joins, each with an equal share of the inputs and outputs; see `joins`.
+    captured : tuple of str
+        None: it has no body.
+    """
+
+    node: onnx.NodeProto
+    members: tuple[int, ...]
+    plain: frozenset[int]
+    segments: int = 1
+    captured: tuple[str, ...] = ()
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.node.input)
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(self.node.output)

@@ -12,35 +12,13 @@ from onnx_remat.fuse import cuda, moves, recompute, replacements
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.groups import Group, Grouping
 from onnx_remat.fuse.ir import kernel_of
-from onnx_remat.fuse.kernel import Kernel
+from onnx_remat.fuse.kernel import FusedNode, Kernel
 from onnx_remat.fuse.members import MOST_RANK, can_read, is_on_host, reads_far_apart
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
 from onnx_remat.fuse.ordered import OrderedStep, Runs
-from onnx_remat.fuse.replacements import LibraryNode
 from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FusedNode:
-    """A node that replaces a group.
-
-    Attributes
-    ----------
-    node : onnx.NodeProto
-    members : tuple of int
-        Places of the nodes that it replaces.
-    plain : frozenset of int
-        Input slots that the kernel reads elementwise only: an output may overwrite such an input.
-    segments : int
-        Number of kernels that it joins, each with an equal share of the inputs and outputs; see `joins`.
-    """
-
-    node: onnx.NodeProto
-    members: tuple[int, ...]
-    plain: frozenset[int]
-    segments: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +83,7 @@ def fuse(ordered: OrderedStep, secret: int) -> Fusion:
             kernels.append(kernel)
         elif i not in inside and not (step.writes and step.writes[0] in viewed):
             view(step.reads)
-            if isinstance(step, LibraryNode):
-                order.append(FusedNode(step.node, step.members, step.plain))
-            else:
-                order.append(places[i])
+            order.append(step if isinstance(step, FusedNode) else places[i])
     singles = grouping.singles() if ordered.device else ()
     single = {
         places[group.place]: fused(group, 0)

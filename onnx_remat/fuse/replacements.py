@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 import onnx
@@ -17,37 +16,10 @@ from onnx_remat.fuse import convolution_forms, convolutions, depthwise, pads, po
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.groups import live_bytes
-from onnx_remat.fuse.kernel import Kernel, Replacement
+from onnx_remat.fuse.kernel import FusedNode, Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep, Runs
 from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
-
-
-@dataclass(frozen=True)
-class LibraryNode:
-    """A node that calls a library, or is one of `pools` or `scatters`.
-
-    Attributes
-    ----------
-    node : onnx.NodeProto
-    members : tuple of int
-        Places of the nodes that it replaces.
-    plain : frozenset of int
-        Input slots that its output may overwrite.
-    """
-
-    node: onnx.NodeProto
-    members: tuple[int, ...]
-    plain: frozenset[int] = frozenset()
-    captured: tuple[str, ...] = ()
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(self.node.input)
-
-    @cached_property
-    def writes(self) -> tuple[str, ...]:
-        return tuple(self.node.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +91,9 @@ def replaced(ordered: OrderedStep, secret: int) -> Replaced:
         found = [each for each in found if not (each.scratch and each.makes[0] in tall)]
 
 
-def _in_order(nodes: Sequence[LibraryNode]) -> list[LibraryNode]:
+def _in_order(nodes: Sequence[FusedNode]) -> list[FusedNode]:
     """Return nodes in their order, but each behind those that make what it reads."""
-    found: list[LibraryNode] = []
+    found: list[FusedNode] = []
     left = list(nodes)
     while left:
         made = {name for node in left for name in node.writes}
@@ -132,7 +104,7 @@ def _in_order(nodes: Sequence[LibraryNode]) -> list[LibraryNode]:
 
 def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Replaced:
     kernels: list[Kernel] = []
-    new: dict[int, list[LibraryNode]] = {}
+    new: dict[int, list[FusedNode]] = {}
     scratch: dict[str, Tensor] = {}
     gone: set[int] = set()
     op = DEVICE_OP if ordered.device else OP
@@ -150,7 +122,7 @@ def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Re
         handle = len(kernels)
         name = f"kernel {handle}: {each.kind}"
         node = onnx.helper.make_node(op, each.reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
-        new.setdefault(each.place, []).append(LibraryNode(node, each.members, each.plain))
+        new.setdefault(each.place, []).append(FusedNode(node, each.members, each.plain))
         kernels.append(each.kernel)
     steps: list[Runs] = []
     places: list[int] = []
@@ -163,7 +135,7 @@ def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Re
 
     def overwrites(at: int, made: str, old: str) -> bool:
         step = steps[at]
-        if isinstance(step, LibraryNode):
+        if isinstance(step, FusedNode):
             return any(step.node.input[slot] == old for slot in step.plain)
         return ordered.overwrites(places[at], made, old)
 

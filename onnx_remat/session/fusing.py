@@ -133,7 +133,8 @@ def fuse_step(
         Limit on the search for a small slab.
     """
     from onnx_remat.fuse import blas, convolutions, cuda, joins, onednn, pools
-    from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
+    from onnx_remat.fuse.kernel import FusedNode
+    from onnx_remat.fuse.nodes import Fusion, fuse
     from onnx_remat.fuse.ordered import OrderedStep
     from onnx_remat.fuse.replacements import convolved
     from onnx_remat.ort import runtime

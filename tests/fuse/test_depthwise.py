@@ -8,7 +8,7 @@ import pytest
 
 from onnx_remat.fuse import convolutions, depthwise, onednn
 from onnx_remat.fuse.convolution_forms import Steps, weight_gradients
-from onnx_remat.fuse.nodes import FusedNode
+from onnx_remat.fuse.kernel import FusedNode
 from tests.fuse.test_convolutions import case, feeds_of, step
 from tests.support.fusing import options, ordered_step, run, run_on_small_stack, session, why_not
 

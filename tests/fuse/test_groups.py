@@ -14,7 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_remat.fuse import groups, spaces
 from onnx_remat.fuse.members import Candidate
 from onnx_remat.fuse.ordered import OrderedStep
-from tests.support.fusing import Node, assert_same_bits, ordered_step, why_not
+from onnx_remat.session.lean_graph import LeanNode
+from tests.support.fusing import assert_same_bits, ordered_step, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 
@@ -308,7 +309,7 @@ def test_what_a_body_reads_keeps_its_buffer():
     ordered = ordered_step(build(nodes, {"x": (4, 4)}, ["y"]))
     (whole,) = groups.find(ordered)
     assert whole.makes == ("y",)
-    bodied = replace(ordered, steps=[*ordered.steps, Node(helper.make_node("If", ["c"], ["z"]), ("a",))])
+    bodied = replace(ordered, steps=[*ordered.steps, LeanNode(helper.make_node("If", ["c"], ["z"]), ("a",))])
     tensors = {**ordered.tensors, "z": ordered.tensors["y"], "c": ordered.tensors["y"]}
     (whole,) = groups.find(replace(bodied, tensors=tensors))
     assert whole.makes == ("a", "y")

@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat.fuse import cuda, joins, shim
-from onnx_remat.fuse.nodes import FusedNode, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import fuse
 from onnx_remat.fuse.rows import LEAST_BLOCKS, LEAST_WARPS, LONG
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.session import offsets

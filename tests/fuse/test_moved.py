@@ -9,7 +9,8 @@ import pytest
 from onnx import helper
 
 from onnx_remat.fuse import groups, moves, recompute, spaces
-from onnx_remat.fuse.nodes import FusedNode, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import fuse
 from tests.fuse import test_rows
 from tests.fuse.test_groups import build, node, peak
 from tests.support.fusing import assert_same_bits, bits, ordered_step, run, session, why_not

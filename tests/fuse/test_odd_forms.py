@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnx_remat import Session
-from onnx_remat.fuse.nodes import FusedNode, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import fuse
 from tests.support.fusing import ordered_step
 from tests.support.graphs import model_of, run_model
 

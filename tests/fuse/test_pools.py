@@ -9,7 +9,8 @@ import pytest
 from onnx import helper
 
 from onnx_remat.fuse import pools
-from onnx_remat.fuse.nodes import FusedNode, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import fuse
 from onnx_remat.options import Options
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import as_executed

@@ -8,7 +8,8 @@ from math import prod
 import numpy as np
 import pytest
 
-from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import Fusion, fuse
 from onnx_remat.fuse.ordered import OrderedStep
 from tests.fuse import test_rows
 from tests.fuse.test_groups import build, node, peak, random_feeds, random_model

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,12 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_remat.fuse import machine_code, shim
-from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
+from onnx_remat.fuse.kernel import FusedNode
+from onnx_remat.fuse.nodes import Fusion, fuse
 from onnx_remat.fuse.ops import VIEWS
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
+from onnx_remat.session.lean_graph import LeanNode
 
 
 def why_not() -> str:
@@ -30,22 +30,6 @@ def why_not() -> str:
 
 BYTES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
 Arrays = Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node as it will run."""
-
-    node: onnx.NodeProto
-    captured: tuple[str, ...] = ()
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(name for name in (*self.node.input, *self.captured) if name)
-
-    @cached_property
-    def writes(self) -> tuple[str, ...]:
-        return tuple(name for name in self.node.output if name)
 
 
 def ordered_step(model: onnx.ModelProto) -> OrderedStep:
@@ -66,7 +50,7 @@ def ordered_step(model: onnx.ModelProto) -> OrderedStep:
     for node in graph.node:
         if node.op_type in VIEWS and node.output[0] not in outputs:
             root[node.output[0]] = root.get(node.input[0], node.input[0])
-    steps = [Node(node) for node in graph.node]
+    steps = [LeanNode(node) for node in graph.node]
     counted = {n: tensors[n].nbytes for step in steps for n in step.writes if n not in root and n in tensors}
     constants = {
         w.name: float(numpy_helper.to_array(w).item()) for w in graph.initializer if np.prod(w.dims, dtype=int) == 1

@@ -19,8 +19,8 @@ import onnxruntime
 from onnx import helper
 
 from onnx_remat.fuse import cuda, joins, shim
-from onnx_remat.fuse.kernel import Kernel
-from onnx_remat.fuse.nodes import FusedNode, Fusion, fuse
+from onnx_remat.fuse.kernel import FusedNode, Kernel
+from onnx_remat.fuse.nodes import Fusion, fuse
 from onnx_remat.ir.shapes import Tensor
 from tests.support.fake_cuda import ptx
 from tests.support.fusing import Arrays, options, ordered_step
