@@ -21,7 +21,7 @@ import onnx
 from onnx_remat.errors import OnnxRematError
 from onnx_remat.fuse import shim
 from onnx_remat.process.cache import replacing
-from onnx_remat.session import fusing, plan_session
+from onnx_remat.session import kernel_file, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.device import smallest_limit
 from onnx_remat.session.plan_session import Array, SessionRequest
@@ -132,7 +132,7 @@ def kept(path: Path, target: Path, request: Any) -> Any:
     model, kernels, opened = (path.with_suffix(f".{digest.hexdigest()[:16]}.{kind}") for kind in KEPT)
     if not opened.exists():
         found = plan_session.plan_in_child(path, target, request)
-        for source, copy in ((target, model), (fusing.kernel_file(target), kernels)):
+        for source, copy in ((target, model), (kernel_file.path_of(target), kernels)):
             if source.exists():
                 with replacing(copy) as partial:
                     shutil.copyfile(source, partial)
@@ -140,7 +140,7 @@ def kept(path: Path, target: Path, request: Any) -> Any:
             partial.write_bytes(pickle.dumps(found))
     shutil.copyfile(model, target)
     if kernels.exists():
-        shutil.copyfile(kernels, fusing.kernel_file(target))
+        shutil.copyfile(kernels, kernel_file.path_of(target))
     return pickle.loads(opened.read_bytes())
 
 

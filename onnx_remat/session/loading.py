@@ -10,7 +10,7 @@ from typing import Any
 from onnx_remat import messages
 from onnx_remat.errors import ModelError
 from onnx_remat.fuse import shim
-from onnx_remat.session import fusing, scratch
+from onnx_remat.session import kernel_file, scratch
 
 
 def load(
@@ -18,7 +18,7 @@ def load(
 ) -> Any:
     """Open ONNX Runtime's session on a lean graph: no optimisations, nodes in the file's order.
 
-    Fused nodes find their kernels in the file that `fusing.kernel_file` names, if it exists.
+    Fused nodes find their kernels in the file that `kernel_file.path_of` names, if it exists.
 
     Parameters
     ----------
@@ -57,11 +57,11 @@ def load(
         options.optimized_model_filepath = str(save_to)
         options.log_severity_level = 4
         options.add_session_config_entry("session.disable_prepacking", "1")  # it is not to run
-    kernels = fusing.kernel_file(path)
+    kernels = kernel_file.path_of(path)
     if kernels.exists():
         shim.register(options)
     try:
-        with fusing.offered(kernels, save_to is None, state) if kernels.exists() else nullcontext():
+        with kernel_file.offered(kernels, save_to is None, state) if kernels.exists() else nullcontext():
             return onnxruntime.InferenceSession(str(path), options, providers=list(providers))
     except ModelError:
         raise

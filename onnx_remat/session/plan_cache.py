@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_remat.process.cache import Entries, surroundings
-from onnx_remat.session import fusing
+from onnx_remat.session import kernel_file
 
 ENTRIES = Entries("sessions")
 
@@ -68,7 +68,7 @@ def key_of(path: Path, request: Mapping[str, Any]) -> Key | None:
 
 def find(key: Key, target: Path) -> dict[str, Any] | None:
     """Copy the model of an entry to `target` and its kernels next to it, and return its plan; None if there is none."""
-    kernels = fusing.kernel_file(target)
+    kernels = kernel_file.path_of(target)
     text = ENTRIES.take(key.name, {_MODEL: target, _KERNELS: kernels}, _PLAN)
     plan: dict[str, Any] | None = None if text is None else json.loads(text)
     if plan is not None and not plan["fused"]["kernels"]:
@@ -78,7 +78,7 @@ def find(key: Key, target: Path) -> dict[str, Any] | None:
 
 def keep(key: Key, target: Path, plan: Mapping[str, Any]) -> None:
     """Store what `find` returns, unless the model at `target` is too large."""
-    kernels = fusing.kernel_file(target)
+    kernels = kernel_file.path_of(target)
     code: Path | bytes = kernels if plan["fused"]["kernels"] else b""
     if sum(each.stat().st_size for each in (target, kernels) if each.exists()) <= MOST_BYTES:
         ENTRIES.add(key.name, {_MODEL: target, _KERNELS: code, _PLAN: json.dumps(plan).encode()})

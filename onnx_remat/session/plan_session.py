@@ -22,13 +22,12 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Setting
 from onnx_remat.process import cache
 from onnx_remat.process.child import Child, Failed
-from onnx_remat.session import fusing, plan_cache
-from onnx_remat.session.fusing import Fused
+from onnx_remat.session import kernel_file, plan_cache
 from onnx_remat.session.interface import Formal
 from onnx_remat.session.slab_layout import (
     Donate,
+    Fused,
     SlabLayout,
-    as_fused,
     bookkeeping,
     kept,
     lay_out,
@@ -215,7 +214,7 @@ def plan_in_child(path: Path, target: Path, request: SessionRequest) -> SessionP
     """
     key = plan_cache.key_of(path, asdict(request))
     known = plan_cache.find(key, target) if key else None
-    if known is not None and (not known["fused"]["kernels"] or fusing.fit_here(fusing.kernel_file(target))):
+    if known is not None and (not known["fused"]["kernels"] or kernel_file.fit_here(kernel_file.path_of(target))):
         return _read(known)
     try:
         with Child() as process:
@@ -289,7 +288,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
 
     Compare the graph that ONNX Runtime has loaded from that file with the lean graph. Where they differ, try the step
     without fused nodes, then lay out the loaded graph instead. Kernels of fused nodes are compiled and written to
-    `fusing.kernel_file`.
+    `kernel_file.path_of`.
 
     Raises
     ------
@@ -330,10 +329,10 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
                 external_data.link(copy, source.folder, target.parent)
             with cache.replacing(target) as partial:  # what has its name may be a link to a data file of the user
                 onnx.save(copy, partial)
-            code = fusing.kernel_file(target)
+            code = kernel_file.path_of(target)
             code.unlink(missing_ok=True)
             if each.kernels or each.copies:
-                fusing.compile_to_file(each.kernels, request.secret, code, each.copies, each.pinned)
+                kernel_file.write(each.kernels, request.secret, code, each.copies, each.pinned)
             try:
                 loaded = lean_graph.as_loaded(copy, target, kernels.execution_providers)
             except ModelError as error:  # on a device: it places a kernel on the host, or the driver refuses them
@@ -363,10 +362,10 @@ def _candidates(made: SlabLayout, least: int, secret: int) -> Iterator[SlabLayou
     The first has fused nodes, and copies alongside the kernels, if possible, the second only
     such copies, the last neither.
     """
-    from onnx_remat.session import overlap
+    from onnx_remat.session import fusing, overlap
 
     if secret:
-        other = overlap.overlapped(as_fused(made, least, secret), least, secret)
+        other = overlap.overlapped(fusing.as_fused(made, least, secret), least, secret)
         why_not = other.fused.why_not
         if not why_not or other.copies:
             yield other

@@ -11,10 +11,10 @@ from onnx_remat.ir.graph import INITIALIZER, INPUT
 from onnx_remat.memory import arena
 from onnx_remat.ort.executed import Executed
 from onnx_remat.session.bookkeeping import bookkeeping_bytes
-from onnx_remat.session.fusing import UNFUSED
+from onnx_remat.session.fusing import UNFUSED, as_fused
 from onnx_remat.session.offsets import in_use, kept_on_host, least
 from onnx_remat.session.overlap import overlapped, timeline
-from onnx_remat.session.slab_layout import SlabLayout, as_fused, bookkeeping, kept, lay_out, makers, workspace
+from onnx_remat.session.slab_layout import SlabLayout, bookkeeping, kept, lay_out, makers, workspace
 
 
 @dataclass(frozen=True, slots=True)

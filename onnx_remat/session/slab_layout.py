@@ -1,4 +1,4 @@
-"""A step as a session runs it: ordered, laid out in one slab, fused; opening and predicting call the same functions."""
+"""A step as a session runs it, ordered and laid out in one slab; opening and predicting call the same functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from onnx_remat.errors import ModelError, UsageError
-from onnx_remat.session import biases, fusing
+from onnx_remat.session import biases
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
-from onnx_remat.session.fusing import Fused
 
 if TYPE_CHECKING:
     import onnx
@@ -24,6 +23,30 @@ if TYPE_CHECKING:
 
 Donate = bool | Mapping[str, str]
 """Outputs to write in place of the inputs they renew: none, all by their names, or those of a mapping to inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Result of fusion.
+
+    Attributes
+    ----------
+    unfused_nodes, unfused_values, unfused_slab : int
+        Of the unfused step: its nodes, the values that they write, and the bytes of its slab.
+    kernels : int
+        Number of kernels.
+    why_not : str
+        Why the step runs unfused; empty if it does not.
+    unserved : int
+        Number of convolutions that oneDNN would compute faster, were it installed.
+    """
+
+    unfused_nodes: int
+    unfused_values: int = 0
+    kernels: int = 0
+    why_not: str = ""
+    unfused_slab: int = 0
+    unserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,41 +139,6 @@ def _pairs(donate: Donate, inputs: list[str], declared: list[str], outputs: list
         if name not in inputs:
             raise UsageError(f"donate: input {name!r} has a default value: remove its initializer")
     return dict(donate)
-
-
-def as_fused(made: SlabLayout, least: int, secret: int = 0, seconds: float | None = None) -> SlabLayout:
-    """Fuse nodes of a layout; where none can be, return it unchanged, with the reason in `fused.why_not`.
-
-    Both opening a session and predicting its memory call this, so that they have the same step.
-
-    Parameters
-    ----------
-    made : SlabLayout
-    least : int
-        Size in bytes from which on a value is bound.
-    secret : int
-        Part of the names of kernels; 0 for a step that is only predicted.
-    seconds : float, optional
-        Limit on the search for a small slab.
-    """
-    from onnx_remat.ir.opsets import opset_of
-
-    model, why_not = made.compiled.graph.model, fusing.why_not(made.compiled.kernels.name)
-    if not why_not:
-        constants = fusing.numbers(model.graph, made.constants)
-        integers = fusing.vectors(model.graph, made.constants)
-        maker = makers(made.compiled)
-        laid = fusing.fuse_step(
-            made.program, made.offsets, opset_of(model), constants, integers, least, secret,
-            lambda steps: workspace(made.compiled, kept(maker, steps))[0], seconds,
-        )  # fmt: skip
-        if isinstance(laid, fusing.Laid):
-            return replace(
-                made, program=laid.program, offsets=laid.offsets, kernels=laid.kernels, members=laid.members,
-                fused=replace(made.fused, kernels=len(laid.kernels), unserved=laid.unserved),
-            )  # fmt: skip
-        why_not = laid.why_not
-    return replace(made, fused=replace(made.fused, why_not=why_not))
 
 
 def searched(made: SlabLayout, least: int) -> SlabLayout:

@@ -20,7 +20,7 @@ from onnx_remat.fuse import convolution_forms, convolutions, machine_code, onedn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.shapes import Tensor
-from onnx_remat.session import fusing
+from onnx_remat.session import kernel_file
 from onnx_remat.session.lean_graph import LeanNode
 from tests.support.graphs import model_of, run_model
 
@@ -343,17 +343,17 @@ def test_kernels_that_were_planned_for_other_processors_are_refused(change, tmp_
     model = step(**CASES["by entry"])
     kernels = tuple(convolutions.kernel_of(each, ordered_step(model)) for each in found_in(model, monkeypatch))
     path = tmp_path / "lean.kernels"
-    fusing.compile_to_file(kernels, 1, path)
-    with fusing.offered(path):
-        assert fusing.fit_here(path)
+    kernel_file.write(kernels, 1, path)
+    with kernel_file.offered(path):
+        assert kernel_file.fit_here(path)
     if change == "parts":
         divided = onednn.parts
         monkeypatch.setattr(onednn, "parts", lambda of, threads=0: divided(of, 7))
     else:
         taken = onednn.scratch_bytes
         monkeypatch.setattr(onednn, "scratch_bytes", lambda of: taken(of) + 64)
-    assert not fusing.fit_here(path)
-    with pytest.raises(ModelError, match="another number of processors"), fusing.offered(path):
+    assert not kernel_file.fit_here(path)
+    with pytest.raises(ModelError, match="another number of processors"), kernel_file.offered(path):
         pass
 
 

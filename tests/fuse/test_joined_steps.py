@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from onnx_remat.session import fusing, lean_graph, offsets
+from onnx_remat.session import fusing, lean_graph, offsets, slab_layout
 from onnx_remat.session.lean_graph import LeanNode
+from onnx_remat.session.slab_layout import SlabLayout
 from tests.fuse.test_groups import build, node
 from tests.support import fusing as support
 from tests.support import warps
@@ -33,7 +35,8 @@ class Kernels:
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch):
-    """Arithmetic may overwrite what it reads."""
+    """Arithmetic may overwrite what it reads, and takes no scratch memory."""
+    monkeypatch.setattr(slab_layout, "workspace", lambda *_: (0, 0))
     monkeypatch.setattr(offsets, "may_overwrite", lambda kernels, node, *_: node.op_type in ("Sub", "Mul", "Add"))
 
 
@@ -45,10 +48,9 @@ def fused(nodes, inputs, outputs):
     program = offsets.program(steps, ordered.tensors, list(inputs), outputs, Kernels(), 20)
     renewed = {name: name.removeprefix("new.") for name in outputs if name.startswith("new.")}
     bound = offsets.assign(program, renewed, 1, search=False)
-    made = fusing.fuse_step(
-        program, bound, 20, ordered.constants, ordered.integers, 1, 1, workspace=lambda steps: 0, seconds=0.0
-    )
-    assert isinstance(made, fusing.Laid), made.why_not
+    compiled = SimpleNamespace(graph=SimpleNamespace(model=model, ops=()), kernels=Kernels())
+    made = fusing.fuse_step(SlabLayout(compiled, program, bound, weights=0), 1, 1, seconds=0.0)
+    assert isinstance(made, SlabLayout), made.why_not
     assert made.offsets.height <= bound.height * (1 + 1 / fusing.SMALL_SHARE)
     return [kernel.segments for kernel in made.kernels]
 

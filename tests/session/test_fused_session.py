@@ -13,7 +13,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.fuse import shim
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.ort.kernels.registry import kernels_of
-from onnx_remat.session import fusing, offsets, plan_session
+from onnx_remat.session import fusing, kernel_file, offsets, plan_session
 from onnx_remat.session import session as session_module
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.lean_graph import LeanNode
@@ -178,7 +178,7 @@ def test_the_same_step_has_the_same_kernels_and_never_takes_more(tmp_path, monke
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(donate=True))
 
     def fused():
-        return fusing.fuse_step(made.program, made.offsets, 17, {}, {}, offsets.LEAST, 1, lambda steps: 0)
+        return fusing.fuse_step(made, offsets.LEAST, 1)
 
     first, second = fused(), fused()
     assert first.kernels == second.kernels and len(first.kernels) > 2
@@ -208,7 +208,7 @@ def test_where_the_runtime_changes_the_fused_step_it_runs_unfused(tmp_path, monk
     onnx.save(adam(), path)
     made = plan_session.arrange(path, tmp_path / "copy.onnx", plan_session.SessionRequest(secret=5))
     assert not made.kernels and made.fused.why_not == "onnxruntime changes it when it loads it"
-    assert not fusing.kernel_file(tmp_path / "copy.onnx").exists()
+    assert not kernel_file.path_of(tmp_path / "copy.onnx").exists()
 
 
 def test_a_kernel_that_reads_a_view_is_not_written_over_its_owner():

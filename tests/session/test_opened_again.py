@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_changes_nothing(path, folder):
 def test_kernels_that_do_not_fit_this_process_are_planned_again(path, no_planning, monkeypatch):
     """Those of oneDNN, where it has another number of processors, say."""
     made = ran(Session(path))
-    monkeypatch.setattr(plan_session.fusing, "fit_here", lambda kernels: False)
+    monkeypatch.setattr(plan_session.kernel_file, "fit_here", lambda kernels: False)
     for name, value in ran(Session(path)).items():
         np.testing.assert_array_equal(value, made[name])
     no_planning()

@@ -16,7 +16,7 @@ from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.session import fusing, overlap, plan_session, prediction
+from onnx_remat.session import fusing, kernel_file, overlap, plan_session, prediction
 from onnx_remat.session.copies import KEY, Stated, kind_of
 from onnx_remat.session.offsets import least
 from onnx_remat.session.slab_layout import SlabLayout, lay_out
@@ -311,8 +311,8 @@ def test_an_empty_value_moves_like_any_other(tmp_path):
     Stated(1e10, "h100", 1).put(model)
     made, path = laid(model), tmp_path / "kernels"
     assert len(made.copies) == 4
-    fusing.compile_to_file(made.kernels, 1, path, made.copies, made.pinned)
-    with fusing.offered(path, runs=False):
+    kernel_file.write(made.kernels, 1, path, made.copies, made.pinned)
+    with kernel_file.offered(path, runs=False):
         pass
 
 

@@ -21,7 +21,7 @@ from onnx import helper, numpy_helper
 from onnx_remat import errors
 from onnx_remat.fuse import shim
 from onnx_remat.ir import graph
-from onnx_remat.session import fusing, offsets, plan_session
+from onnx_remat.session import kernel_file, offsets, plan_session
 from onnx_remat.session.heap import reserve
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Offsets, Program
@@ -82,7 +82,7 @@ def outputs(path: Path, request: SessionRequest, feeds: Mapping[str, np.ndarray]
             data = linked.read_bytes()
             linked.unlink()
             linked.write_bytes(data)
-        with fusing.offered(fusing.kernel_file(target)) if made.kernels else nullcontext():
+        with kernel_file.offered(kernel_file.path_of(target)) if made.kernels else nullcontext():
             return _poisoned(made, onnx.load(target), feeds)
 
 
