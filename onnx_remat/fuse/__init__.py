@@ -17,6 +17,7 @@ within rounding, too.
 `members`      which nodes can be in a group, and the elements that each computes
 `spaces`       iteration spaces: the axes of a group's elements, and the strides of its values
 `moves`        nodes that only move elements, such as Transpose, as index arithmetic
+`live`         the bytes that are live at each place while nodes move
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `recompute`    values that kernels compute again instead of reading them
 `kernel`       what a kernel is: its text, and its description for ``shim.c``

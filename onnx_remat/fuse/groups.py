@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-import numpy as np
-import numpy.typing as npt
-
+from onnx_remat.fuse.live import LiveBytes
 from onnx_remat.fuse.members import MOST_DEPTH, Candidate, Member, depth, is_rounded, members_of
 from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ordered import OrderedStep
@@ -62,103 +60,40 @@ def find(ordered: OrderedStep) -> tuple[Group, ...]:
     return grouping.kernels()
 
 
-def live_bytes(ordered: OrderedStep) -> npt.NDArray[np.int64]:
-    """Return the bytes of the slab that are live at each place, without any groups."""
-    both: npt.NDArray[np.int64] = Grouping(ordered, alone=True).live_bytes.sum(axis=0)
-    return both
+class Grouping(LiveBytes):
+    """Mutable state of the algorithm: the groups, and the live bytes at each place."""
 
-
-class Grouping:
-    """Mutable state of the algorithm: the groups, and the live bytes at each place.
-
-    Of these the first row counts small values, the second all others, see `OrderedStep.apart`.
-    """
-
-    def __init__(self, ordered: OrderedStep, alone: bool = False) -> None:
-        self.ordered = ordered
-        steps, root = ordered.steps, ordered.root
-        self.uses = ordered.uses
-        self.users = self.uses.users.copy()  # `recompute` changes it
-        self.maker = {name: i for name, i in self.uses.maker.items() if name not in root}
-        members = [None] * len(steps) if alone else members_of(ordered, self.uses)
+    def __init__(self, ordered: OrderedStep) -> None:
+        steps, self.uses = ordered.steps, ordered.uses
+        members = members_of(ordered, self.uses)
         self.member = {i: member for i, member in enumerate(members) if member is not None}
         self.open = {i: Candidate((member,) if member else ()) for i, member in enumerate(members)}
-        self.at = list(range(len(steps)))  # the place of each node
-        self.renewer = {name: self.maker[output] for output, name in ordered.renewed.items() if output in self.maker}
+        self.inner: set[str] = set()  # values without a buffer
+        self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
+        self.candidates: dict[tuple[int, ...], Candidate] = {}
+        self.overwrites = cache(ordered.overwrites)
+        maker = {name: i for name, i in self.uses.maker.items() if name not in ordered.root}
+        self.renewer = {name: maker[output] for output, name in ordered.renewed.items() if output in maker}
         self.renewed: dict[int, list[str]] = {}  # by node
         for name, at in self.renewer.items():
             self.renewed.setdefault(at, []).append(name)
-        self.final = self.uses.kept
-        self.inner: set[str] = set()  # values without a buffer
-        self.candidates: dict[tuple[int, ...], Candidate] = {}
-        self.overwrites = cache(ordered.overwrites)
-        self.unneeded: set[int] = set()  # nodes whose values nothing reads any more, see `recompute`
-        self.live_bytes = np.zeros((2, len(steps)), np.int64)
-        for name in self.maker:
-            self.add_bytes(name, 1)
-        self.saved = [(0, 0)] * len(steps)
-        self.update_savings(range(len(steps)))
-        self.peak = self.live_bytes.max(axis=1, initial=0) + np.array([ordered.slack, 0])
+        users = self.uses.users.copy()  # `recompute` changes it
+        super().__init__(ordered, maker, users, len(steps), ordered.slack)
 
     # ---- liveness ----
 
-    def span(self, name: str) -> tuple[int, int]:
-        """Return the first and the last place at which a value is live."""
-        start = self.at[self.maker[name]]
-        if name in self.final:
-            return start, len(self.at) - 1
-        return start, max(map(self.at.__getitem__, self.users[name]), default=start)
-
-    def row(self, name: str) -> int:
-        """Return the row of `live_bytes` that counts a value."""
-        return int(self.ordered.tensors[name].nbytes >= self.ordered.apart)
-
-    def add_bytes(self, name: str, sign: int) -> None:
-        """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
-        nbytes = self.ordered.counted.get(name, 0)
-        if nbytes and name in self.maker:
-            start, end = self.span(name)
-            if start <= end:
-                self.live_bytes[self.row(name), start : end + 1] += sign * nbytes
-
-    def update_savings(self, places: Iterable[int]) -> None:
-        """Update, at some places, the bytes that in-place outputs save."""
-        for place in places:
-            saved = self._in_place_bytes(place)
-            if saved != self.saved[place]:
-                self.live_bytes[:, place] += np.subtract(self.saved[place], saved)
-                self.saved[place] = saved
-
-    def _in_place_bytes(self, place: int) -> tuple[int, int]:
-        """Return the bytes of a place's outputs that overwrite inputs that die there, by row."""
-        found, saved = self.open.get(place), [0, 0]
+    def running(self, place: int) -> Sequence[tuple[int, Iterable[str], Iterable[str]]]:
+        found = self.open.get(place)
         if found is None or place in self.unneeded:
-            return 0, 0
-        counted = self.ordered.counted
-        if len(found.members) > 1:
-            reads, makes = found.reads, self.makes(found)
-        else:
-            step, root = self.ordered.steps[place], self.ordered.root
-            reads, makes = tuple(dict.fromkeys(root.get(n, n) for n in step.reads)), step.writes
-        dying = [n for n in reads if counted.get(n) and n in self.maker and self.span(n)[1] == place]
-        dying = [name for name in dying if name not in self.final]
-        for made in makes:
-            if counted.get(made):
-                over = next((name for name in dying if self._may_overwrite(place, found, made, name)), None)
-                if over is not None:
-                    dying.remove(over)
-                    saved[self.row(made)] += counted[made]
-        return saved[0], saved[1]
+            return ()
+        return [(place, found.reads, self.makes(found))] if len(found.members) > 1 else super().running(place)
 
-    def _may_overwrite(self, place: int, found: Candidate, made: str, read: str) -> bool:
+    def may_overwrite(self, node: int, made: str, read: str) -> bool:
+        found = self.open[node]
         if len(found.members) < 2:
-            return self.overwrites(place, made, read)
+            return self.overwrites(node, made, read)
         new, old = self.ordered.tensors[made], self.ordered.tensors[read]
         return (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape)) and read in found.plain
-
-    def keeps_peak(self) -> bool:
-        """Whether no more bytes are live than may be."""
-        return bool((self.live_bytes.max(axis=1, initial=0) <= self.peak).all())
 
     # ---- groups ----
 
@@ -226,7 +161,7 @@ class Grouping:
 
     def _lower_peak(self, edges: Sequence[tuple[int, int, str]]) -> None:
         """Merge along values that are live where most bytes are, and lower the peak that no merge may exceed."""
-        edges = [edge for edge in edges if self.ordered.counted.get(edge[2]) and self.row(edge[2])]
+        edges = [edge for edge in edges if self.row.get(edge[2])]
         merged, passes = bool(edges), 0
         while merged and passes < MOST_PASSES:
             merged, passes, top = False, passes + 1, int(self.live_bytes[1].argmax())

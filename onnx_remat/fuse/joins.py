@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
-import numpy as np
 import onnx
 
 from onnx_remat.fuse import segments
 from onnx_remat.fuse.kernel import FusedNode, Kernel
+from onnx_remat.fuse.live import LiveBytes
 from onnx_remat.fuse.nodes import Fusion
 from onnx_remat.fuse.ordered import OrderedStep
 
@@ -98,80 +98,36 @@ def _joined_node(nodes: Sequence[FusedNode], handle: int) -> FusedNode:
     return FusedNode(node, tuple(at for each in nodes for at in each.members), plain, len(nodes))
 
 
-class _Joining:
-    """Mutable state of the algorithm: which nodes run at each place, and the live bytes there.
-
-    Of these the first row counts small values, the second all others.
-    """
+class _Joining(LiveBytes):
+    """Mutable state of the algorithm: which nodes run at each place, and the live bytes there."""
 
     def __init__(self, ordered: OrderedStep, found: Fusion, more: int, waits: bool) -> None:
-        self.ordered, self.order, self.waits = ordered, found.order, waits
+        self.order, self.waits, count = found.order, waits, len(found.order)
         self.fused = {i: made for i, each in enumerate(found.order) if (made := _fused(each, found)) is not None}
-        self.final, count = ordered.uses.kept, len(found.order)
         steps = [each if isinstance(each, FusedNode) else ordered.steps[each] for each in found.order]
         self.reads = [tuple(dict.fromkeys(map(ordered.uses.root, step.reads))) for step in steps]
         self.writes = [step.writes for step in steps]
-        self.at = list(range(count))
         self.here: list[tuple[int, ...]] = [(i,) for i in range(count)]
-        self.maker = {name: i for i, names in enumerate(self.writes) for name in names if name not in ordered.root}
-        self.readers: defaultdict[str, list[int]] = defaultdict(list)
+        maker = {name: i for i, names in enumerate(self.writes) for name in names if name not in ordered.root}
+        users: defaultdict[str, list[int]] = defaultdict(list)
         for i, names in enumerate(self.reads):
             for name in names:
-                self.readers[name].append(i)
-        self.renewer = {name: self.maker[made] for made, name in ordered.renewed.items() if made in self.maker}
+                users[name].append(i)
+        self.renewer = {name: maker[made] for made, name in ordered.renewed.items() if made in maker}
         self.renews = [[ordered.renewed[name] for name in names if name in ordered.renewed] for names in self.writes]
-        self.size = {name: ordered.counted[name] for name in self.maker if ordered.counted.get(name)}
-        self.row = {name: int(ordered.tensors[name].nbytes >= ordered.apart) for name in self.size}
-        self.live_bytes = np.zeros((2, count), np.int64)
-        for name in self.size:
-            self._add(name, 1)
-        self.saved = np.zeros((2, count), np.int64)
-        self._update_savings(range(count))
-        self.peak = self.live_bytes.max(axis=1, initial=0) + np.array([more, 0])
+        super().__init__(ordered, maker, users, count, more)
 
     # ---- liveness ----
 
-    def _span(self, name: str) -> tuple[int, int]:
-        """Return the first and the last place at which a value is live."""
-        start = self.at[self.maker[name]]
-        if name in self.final:
-            return start, len(self.at) - 1
-        return start, max((self.at[i] for i in self.readers[name]), default=start)
+    def running(self, place: int) -> Sequence[tuple[int, Iterable[str], Iterable[str]]]:
+        return [(i, self.reads[i], self.writes[i]) for i in self.here[place]]
 
-    def _add(self, name: str, sign: int) -> None:
-        """Add (`sign` 1) or subtract (-1) the bytes of a value at the places where it is live."""
-        start, end = self._span(name)
-        self.live_bytes[self.row[name], start : end + 1] += sign * self.size[name]
-
-    def _update_savings(self, places: Iterable[int]) -> None:
-        """Update, at some places, the bytes of outputs that overwrite inputs which die there."""
-        for place in places:
-            saved = [0, 0]
-            for made in self._in_place(place):
-                saved[self.row[made]] += self.size[made]
-            self.live_bytes[:, place] += self.saved[:, place] - saved
-            self.saved[:, place] = saved
-
-    def _in_place(self, place: int) -> Iterator[str]:
-        """Yield the outputs at a place that overwrite inputs."""
-        for i in self.here[place]:
-            others = {name for j in self.here[place] if j != i for name in self.reads[j]}
-            dying = [
-                name for name in self.reads[i]
-                if name in self.size and name not in self.final and name not in others and self._span(name)[1] == place
-            ]  # fmt: skip
-            for made in self.writes[i] if dying else ():
-                over = next((name for name in dying if made in self.size and self._may_overwrite(i, made, name)), None)
-                if over is not None:
-                    dying.remove(over)
-                    yield made
-
-    def _may_overwrite(self, i: int, made: str, read: str) -> bool:
-        each, tensors = self.order[i], self.ordered.tensors
+    def may_overwrite(self, node: int, made: str, read: str) -> bool:
+        each, tensors = self.order[node], self.ordered.tensors
         if not isinstance(each, FusedNode):
-            if len(self.here[self.at[i]]) < 2:
+            if len(self.here[self.at[node]]) < 2:
                 return self.ordered.overwrites(each, made, read)
-            each, _ = self.fused[i]
+            each, _ = self.fused[node]
         new, old = tensors[made], tensors[read]
         alike = (new.dtype, prod(new.shape)) == (old.dtype, prod(old.shape))
         return alike and each.plain.issuperset(slot for slot, name in enumerate(each.node.input) if name == read)
@@ -209,26 +165,26 @@ class _Joining:
         after, before = [-1], [len(self.at)]
         for i in nodes:
             after += [self.at[self.maker[name]] for name in self.reads[i] if name in self.maker]
-            before += [self.at[each] for name in self.writes[i] for each in self.readers[name]]
+            before += [self.at[each] for name in self.writes[i] for each in self.users[name]]
             # The new value overwrites the old one: no node may read that afterwards, nor at the same time.
             before += [self.at[self.renewer[n]] for n in self.reads[i] if self.renewer.get(n, i) != i]
-            after += [self.at[each] for name in self.renews[i] for each in self.readers[name] if each != i]
+            after += [self.at[each] for name in self.renews[i] for each in self.users[name] if each != i]
         return max(after), min(before)
 
     def _try_place(self, nodes: Collection[int], place: int) -> bool:
         """Place nodes; undo that and return False if more bytes are live then."""
-        live_bytes, saved, old = self.live_bytes.copy(), self.saved.copy(), self.at[next(iter(nodes))]
-        names = {name for i in nodes for name in (*self.reads[i], *self.writes[i]) if name in self.size}
+        live_bytes, saved, old = self.live_bytes.copy(), list(self.saved), self.at[next(iter(nodes))]
+        names = {name for i in nodes for name in (*self.reads[i], *self.writes[i]) if name in self.sizes}
         here = self.here[place]
-        touched = {old, place, *(self._span(name)[1] for name in names)}
+        touched = {old, place, *(self.span(name)[1] for name in names)}
         for name in names:
-            self._add(name, -1)
+            self.add_bytes(name, -1)
         self._move(nodes, old, place, tuple(sorted((*here, *nodes))), ())
         for name in names:
-            self._add(name, 1)
-        self._update_savings(touched | {self._span(name)[1] for name in names})
+            self.add_bytes(name, 1)
+        self.update_savings(touched | {self.span(name)[1] for name in names})
         longer = not self.waits and bool((self.live_bytes[1] > live_bytes[1]).any())
-        if not longer and (self.live_bytes.max(axis=1) <= self.peak).all():
+        if not longer and self.keeps_peak():
             return True
         self.live_bytes, self.saved = live_bytes, saved
         self._move(nodes, place, old, tuple(sorted(nodes)), here)

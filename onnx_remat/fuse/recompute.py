@@ -116,18 +116,16 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
     for copy in copies:
         names.update(copy.reads)
         places.add(copy.place)
-    unneeded = set(grouping.unneeded)
-    users = {each: list(grouping.users[each]) for each in names}
-    groups, inner = {place: grouping.open[place] for place in places}, set(grouping.inner)
     live_bytes, saved = grouping.live_bytes.copy(), list(grouping.saved)
+    groups, users = grouping.open.copy(), grouping.users.copy()
+    inner, unneeded = grouping.inner.copy(), grouping.unneeded.copy()
     touched = set(places)
 
     def leave(value: str) -> None:
-        """Remember who reads a value, and take its bytes away until they are known again."""
+        """Take the bytes of a value away until they are known again."""
         if value in left:
             return
         names.add(value)
-        users.setdefault(value, list(grouping.users[value]))
         if value in grouping.maker and value not in grouping.inner:
             touched.add(grouping.span(value)[1])
             grouping.add_bytes(value, -1)
@@ -151,7 +149,7 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
             continue
         grouping.unneeded.add(at)
         place = grouping.at[at]
-        groups.setdefault(place, grouping.open[place])
+        places.add(place)
         touched.add(place)
         kept = tuple(each for each in grouping.open[place].members if each.again or each.at != at)
         grouping.open[place] = Candidate(kept)
@@ -169,9 +167,8 @@ def _apply(grouping: Grouping, name: str, copies: Iterable[_Copy]) -> None:
                 grouping.add_bytes(value, 1)
                 touched.add(grouping.span(value)[1])
     grouping.update_savings(sorted(touched))
-    computed = [found for place in groups if (found := grouping.open[place]).members]
+    computed = [found for place in places if (found := grouping.open[place]).members]
     if not grouping.keeps_peak() or not all(map(grouping.has_kernel, computed)):
-        grouping.live_bytes, grouping.saved, grouping.inner = live_bytes, saved, inner
-        grouping.unneeded = unneeded
-        grouping.users.update(users)
-        grouping.open.update(groups)
+        grouping.live_bytes, grouping.saved = live_bytes, saved
+        grouping.open, grouping.users = groups, users
+        grouping.inner, grouping.unneeded = inner, unneeded

@@ -15,8 +15,8 @@ import onnx
 from onnx_remat.fuse import convolution_forms, convolutions, depthwise, pads, pools, products, scatters
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.convolution_forms import Found
-from onnx_remat.fuse.groups import live_bytes
 from onnx_remat.fuse.kernel import FusedNode, Kernel, Replacement
+from onnx_remat.fuse.live import live_bytes
 from onnx_remat.fuse.ordered import OrderedStep, Runs
 from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
 from onnx_remat.ir.shapes import Tensor
