@@ -87,8 +87,9 @@ class Kernel:
     outputs : tuple of (int, tuple of int)
         Element type and shape of each.
     scratch : int
-        Bytes that it takes besides; not 0 if it calls the function whose address its first size stands for, see
-        `products`.
+        Bytes that it takes besides.
+    calls_blas : bool
+        Whether its first size stands for the address of a function that it calls, see `products`.
     convolution : Convolution or None
         What it computes if it has no text, see `convolutions`.
     threads : int
@@ -104,6 +105,7 @@ class Kernel:
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     scratch: int = 0
+    calls_blas: bool = False
     convolution: Convolution | None = None
     threads: int = 0
     segments: int = 1

@@ -115,7 +115,9 @@ def kernel_of(product: Product) -> Kernel:
     text = _text(product.left, product.right, product.bias, by_rows)
     packed = blas.packed()
     scratch = 4 * min(product.terms, packed) * ((step if by_rows else product.rows) + min(product.columns, packed))
-    return Kernel(text, (ADDRESS, *sizes), size, grain, inputs, ((FLOAT, product.shape),), threads * scratch)
+    return Kernel(
+        text, (ADDRESS, *sizes), size, grain, inputs, ((FLOAT, product.shape),), threads * scratch, calls_blas=True
+    )
 
 
 def scratch_bytes(kernels: Iterable[Kernel]) -> int:

@@ -42,7 +42,7 @@ def write(kernels: tuple[Kernel, ...], secret: int, path: Path, copies: tuple[Co
     on_device = [(i, cuda.name_of(texts.index(each.text))) for i, each in enumerate(kernels) if each.device]
     described = [kernel.numbers(place[codes[kernel]] if kernel in codes else -1) for kernel in kernels]
     described += [copy.numbers() for copy in copies]
-    calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.scratch}
+    calling = {i: len(kernel.sizes) for i, kernel in enumerate(kernels) if kernel.calls_blas}
     convolved = [
         (i, asdict(kernel.convolution), (kernel.size, *kernel.outputs[1][1]))
         for i, kernel in enumerate(kernels)
