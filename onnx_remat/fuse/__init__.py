@@ -33,10 +33,13 @@ within rounding, too.
 `depthwise`    weight gradients of depthwise convolutions
 `pools`        MaxPool with indices, and its gradient
 `scatters`     sums of rows into a matrix
+`pads`         Pads on a device
 `machine_code` LLVM text -> position-independent machine code, cached on the disk
 `build`        compiles ``shim.c`` and ``convolution.c``
 `shim`         the custom-op library: finds or builds it, and passes it the kernels
-`replacements` single nodes and small patterns replaced by nodes with such kernels: `products` to `scatters`
+`replacements` single nodes and small patterns replaced by nodes with such kernels: `products` to `pads`
 `nodes`        steps with their groups replaced by nodes that name kernels
+`segments`     kernels of equal code as one kernel of a device
+`joins`        which kernels are joined to such a one
 ============== ==================================================================================
 """

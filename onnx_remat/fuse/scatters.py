@@ -13,7 +13,7 @@ from math import prod
 import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
-from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
+from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, loaded
 from onnx_remat.fuse.ordered import OrderedStep
 
 LEAST_COLUMNS = 8
@@ -69,7 +69,7 @@ def _kernel(rows: int, columns: int, added: int) -> Kernel:
     return Kernel(_TEXT, (rows, columns, added), columns, grain, inputs, ((FLOAT, (rows, columns)),))
 
 
-_FUNCTION = """define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {
+_TEXT = f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{
 start:
   %matrix = load ptr, ptr %in
   %p.index = getelementptr ptr, ptr %in, i64 1
@@ -77,11 +77,7 @@ start:
   %p.added = getelementptr ptr, ptr %in, i64 2
   %added = load ptr, ptr %p.added
   %made = load ptr, ptr %out
-  %rows = load i64, ptr %sizes
-  %p.columns = getelementptr i64, ptr %sizes, i64 1
-  %columns = load i64, ptr %p.columns
-  %p.count = getelementptr i64, ptr %sizes, i64 2
-  %count = load i64, ptr %p.count
+{loaded("rows columns count")}
   br label %check
 check:
   %k = phi i64 [ 0, %start ], [ %k.next, %valid ]
@@ -148,7 +144,5 @@ done:
   ret i32 0
 outside:
   ret i32 1
-}
-"""
-
-_TEXT = _FUNCTION + METADATA
+}}
+{METADATA}"""
