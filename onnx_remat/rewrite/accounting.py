@@ -165,6 +165,15 @@ class Accounting(ABC):
         """Return the bookkeeping of a file, in bytes."""
         return footprint.books if footprint else self.bookkeeping
 
+    @property
+    def may_copy(self) -> bool:
+        """May files copy values or state to the host and back alongside kernels?"""
+        return False
+
+    def copies(self, moved: bool) -> Stated | None:
+        """Return what a file says of its copies to the host, where it has some: by its plan if `moved`, or before."""
+        return Stated.of(self.compiled.graph.model)
+
     def prices_kernels(self) -> bool:
         """Does the price of a recompute assume that it is part of a kernel?"""
         return False
@@ -277,6 +286,8 @@ class LoopMemory(Accounting):
         Bytes that no plan peaks below even if it may move any value to the host; None where no value may be moved.
     state : int
         Bytes of state that should lie on the host.
+    waited : float
+        Seconds that the original's kernels wait for its copies.
     """
 
     options: Options
@@ -284,6 +295,7 @@ class LoopMemory(Accounting):
     cost: Floats | None = None
     moving: int | None = None
     state: int = 0
+    waited: float = 0.0
 
     run_by = "loop"
     shares_buffers = False
@@ -358,15 +370,20 @@ class LoopMemory(Accounting):
         """Return the bytes that a file counts for: its prediction with headroom."""
         return int(footprint.total * (1 + _UNPREDICTED))
 
-    def copies(self) -> Stated:
-        """Return what a file says of its copies: alongside kernels, if these are ours, where no more may be live."""
-        return self.stated(self.compiled, self.options)
+    @property
+    def may_copy(self) -> bool:
+        return self.copies(self.options.offload) is not None
+
+    def copies(self, moved: bool) -> Stated | None:
+        """They run alongside kernels, if these are ours, where no more may be live."""
+        return self.stated(self.compiled, self.options) if moved or super().copies(moved) else None
 
     @staticmethod
     def stated(compiled: Compiled, options: Options) -> Stated:
-        """As `copies`, before there is an accounting."""
+        """As `copies` of a file that has some, before there is an accounting."""
         costs = options.costs if options.costs in PRESETS else compiled.kernels.costs
-        return Stated(options.link().bandwidth, costs, int(options.fuse))
+        before = None if options.copies else Stated.of(compiled.graph.model)
+        return Stated(before.bandwidth if before else options.link().bandwidth, costs, int(options.fuse))
 
     def prices_kernels(self) -> bool:
         return self.cost is not None

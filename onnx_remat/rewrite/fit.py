@@ -477,8 +477,8 @@ def _write(
 ) -> Rewritten:
     said = metadata_of(plan, goal, before_peak, dims)
     written = realize(plan.compiled, plan.schedule, limit, said, private, exposed, direct)
-    if isinstance(goal.memory, LoopMemory) and (written.moved or goal.memory.options.offload_state):
-        goal.memory.copies().put(written.model)
+    if stated := goal.memory.copies(bool(written.moved)):
+        stated.put(written.model)
     return written
 
 

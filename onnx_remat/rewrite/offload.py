@@ -26,6 +26,7 @@ from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_as_it_is, for_budget
 from onnx_remat.rewrite.plans import TooLittleTime, make_plan
 from onnx_remat.session import prediction
+from onnx_remat.session.copies import Stated
 from onnx_remat.session.offsets import least
 from onnx_remat.session.overlap import overlapped
 from onnx_remat.units import format_bytes
@@ -152,11 +153,11 @@ def _waited(made: Fitted) -> float:
 
 def _overlapped(made: Fitted, goal: Goal) -> Fitted:
     """Return a file whose copies run alongside the kernels as far as the budget has room, with what that costs."""
-    memory, footprint = goal.memory, made.footprint
+    memory, footprint, stated = goal.memory, made.footprint, Stated.of(made.written.model)
     assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
-    if not (made.written.moved or memory.options.offload_state) or footprint is None:
+    if stated is None or footprint is None:
         return made
-    stated, best = memory.copies(), footprint
+    best = footprint
     if memory.options.fuse:
         arranged = prediction.without_overlap(made.executed[memory.levels()[-1]])
         smallest = least(arranged.compiled.kernels)
@@ -175,7 +176,7 @@ def _overlapped(made: Fitted, goal: Goal) -> Fitted:
     for model in (made.written.model, *(each.compiled.graph.model for each in made.executed.values())):
         stated.put(model)
     plain = moved(made.plan.compiled, made.plan.schedule)
-    waited = best.waited / made.plan.compiled.problem.plain_cost()
+    waited = max(best.waited - memory.waited, 0.0) / made.plan.compiled.problem.plain_cost()
     recomputed = max(made.plan.extra_compute - (plain.share if plain else 0.0), 0.0)  # not a rounding error below
     return replace(made, plan=replace(made.plan, extra_compute=recomputed + waited), footprint=best)
 

@@ -155,7 +155,10 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
         except ModelError as error:
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
-        memory = LoopMemory.of(executed, compiled, footprint, options)
+        planned, run = compiled, executed
+        if footprint.state_on_host:
+            planned, run = counted(compiled), replace(executed, compiled=counted(executed.compiled))
+        memory = replace(LoopMemory.of(run, planned, footprint, options), waited=footprint.waited)
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     expanded = bool(source.model.functions) or nodes[0] != nodes[1]
     return Original(

@@ -221,10 +221,10 @@ def _work(job: Job) -> Work:
 
 
 def _tried(job: Job, warmup: FirstUse) -> Trial:
-    """Return what one plan's file takes; with `Options.copies`, a file with moves that keeps the budget."""
+    """Return what one plan's file takes; where files may copy to the host, of one that keeps the budget."""
     original = job.original
     job.wait_for(warmup, PLANNER)
-    look = fit_once_with_moves if original.options.copies else fit_once
+    look = fit_once_with_moves if job.goal.memory.may_copy else fit_once
     nbytes, made = look(job.goal, _work(job), original.seconds_per_file)
     before, after = original.footprint, made.footprint  # a plain session runs none of the kernels that these count
     slower = after.slower_than(before) if before and after else None
@@ -243,7 +243,7 @@ def _rewrite(
     work = _work(job)
 
     def within(goal: Goal, rival: Fitted | None = None) -> Fitted:
-        if options.copies:
+        if memory.may_copy:
             return fit_with_moves(goal, work, original.seconds_per_file, rival)
         return fit(goal, work, original.seconds_per_file, rival=rival)
 

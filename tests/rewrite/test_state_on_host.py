@@ -237,6 +237,40 @@ def test_a_step_with_its_state_on_the_host_is_refused(rewritten):
         rewrite_model(result.model, "90%", offload_state=True, costs="t4", **DEVICE)
 
 
+@pytest.fixture(scope="module")
+def rewritten_again(rewritten):
+    """A file whose state is on the host, for less memory."""
+    return rewrite_model(rewritten[1].model, "92%", costs="t4", **DEVICE | {"effort": 0.02})
+
+
+def test_a_file_that_is_rewritten_again_keeps_its_state_on_the_host(rewritten, rewritten_again):
+    report, before, after = rewritten_again.report, Stated.of(rewritten[1].model), Stated.of(rewritten_again.model)
+    assert report.loop_after.state_on_host == MOMENTS
+    assert report.loop_after.total <= report.budget == int(0.92 * report.loop_before.total)
+    assert after.bandwidth == before.bandwidth and after.live > 1
+    made = prediction.laid_out(as_executed(rewritten_again.model, None, "all", Preparation(kernels_of("cuda"))))
+    assert check_copies(made) == (len(made.state),) * 2
+
+
+def test_no_budget_is_called_impossible_that_the_same_state_on_the_host_keeps(rewritten, rewritten_again):
+    """The bounds of the file are those of the step that it was made from."""
+    assert rewritten_again.report.impossible_below <= rewritten[1].report.impossible_below
+
+
+def test_what_the_original_waits_for_its_copies_is_no_extra_compute():
+    model = updated(momentum, "m", layers=2, batch=128, width=256)
+    given = DEVICE | {"costs": "t4", "effort": 0.01}
+    slow = rewrite_model(model, "100%", offload_state=True, host_bandwidth="1GB", **given)
+    report = rewrite_model(slow.model, "97%", **given).report
+    assert report.loop_before.waited > report.loop_before.seconds / 2
+    assert report.extra_compute < 0.2
+
+
+def test_a_file_that_is_rewritten_without_our_kernels_has_its_state_on_the_device(rewritten):
+    report = rewrite_model(rewritten[1].model, "100%", costs="t4", fuse=False, **DEVICE).report
+    assert report.loop_before.state_on_host == report.loop_after.state_on_host == 0
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
