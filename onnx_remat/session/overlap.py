@@ -22,7 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
-from onnx_remat.ir.metadata import TAG, entries
+from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import Tensor
@@ -102,7 +102,7 @@ def overlapped(made: SlabLayout, least: int, secret: int = 0, seconds: float | N
 
 def why_in_turn(made: SlabLayout) -> str:
     """Return why copies that a file plans alongside the kernels run in turn with them; empty where none do."""
-    program, model = made.program, made.compiled.graph.model
+    program = made.program
     read = {step.node.input[0] for step in program.steps if step.node.op_type == UP}
     # ONNX Runtime's own copies for nodes without a kernel on the device come back by no copy, and are no output.
     planned = [
@@ -112,10 +112,9 @@ def why_in_turn(made: SlabLayout) -> str:
     ]
     if not planned or made.compiled.kernels.device == "cpu":
         return ""
-    stated = Stated.of(model)
+    stated = Stated.of(made.compiled.graph.model)
     if stated is None:
-        said = KEY in entries(model)
-        return f"the file's metadata {KEY!r} cannot be read: rewrite the original again" if said else ""
+        return f"the file's metadata {KEY!r} is missing or cannot be read: rewrite the original again"
     if not stated.live:
         return ""
     _, possible = _homes(made)

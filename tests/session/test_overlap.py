@@ -114,6 +114,9 @@ def test_why_copies_run_in_turn_is_known():
     assert "another order" in overlap.why_in_turn(in_turn)
     refused = replace(in_turn, fused=replace(in_turn.fused, why_not="it is refused"))
     assert overlap.why_in_turn(refused) == "it is refused"
+    silent = there_and_back(1)
+    del silent.metadata_props[:]
+    assert KEY in overlap.why_in_turn(laid(silent))
     model = there_and_back(1)
     model.graph.output.append(helper.make_tensor_value_info("home3", onnx.TensorProto.FLOAT, [SIZES[3]]))
     partly = laid(model)
