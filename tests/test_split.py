@@ -12,8 +12,12 @@ from onnx_remat import ModelError, UsageError, rewrite_model
 from onnx_remat.app import cli
 from onnx_remat.ir import phases, shapes
 from onnx_remat.ir.graph import build
+from onnx_remat.ir.model_io import Source
+from onnx_remat.ort.host_state import with_state_on_host
+from onnx_remat.session.copies import Stated
 from onnx_remat.split import accumulating, split_step
 from tests.support.graphs import SAMPLES, feeds_for, mlp, model_of, run_model, same_bits
+from tests.support.updated import momentum, updated
 
 MAKE = helper.make_node
 
@@ -253,6 +257,13 @@ def test_a_gradient_that_is_an_output_by_our_name_is_there_once():
     parts = split_step(model)
     assert [value.name for value in parts.gradients.graph.output] == ["loss", "grad.a", "grad.b"]
     assert_same(model, parts, feeds_for(model))
+
+
+def test_parts_of_a_step_with_state_on_the_host_say_how_copies_of_it_run():
+    model = with_state_on_host(Source(updated(momentum, "m"), None), {"m0": "new.m0"}).model
+    said = Stated(1e9, "t4", 1)
+    said.put(model)
+    assert Stated.of(split_step(model).update) == said
 
 
 def test_parts_of_a_rewritten_step_make_none_of_its_promises():

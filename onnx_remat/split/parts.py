@@ -19,6 +19,7 @@ from onnx_remat.ir.metadata import SHAPES_KEY, entries, is_of_a_plan
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.state import rename
+from onnx_remat.session.copies import KEY as COPIES_KEY
 from onnx_remat.split.cut import find_cut
 from onnx_remat.split.edit import append
 from onnx_remat.split.whole import StepParts, descendants, needed
@@ -225,7 +226,7 @@ def _part(step: StepParts, ops: Sequence[Op], outputs: Sequence[str], title: str
     model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
     model.opset_import.extend(step.graph.model.opset_import)
     for prop in step.graph.model.metadata_props:  # a plan's metadata, such as its budget, describes the whole step
-        if prop.key == SHAPES_KEY or not is_of_a_plan(prop.key):
+        if prop.key in (SHAPES_KEY, COPIES_KEY) or not is_of_a_plan(prop.key):
             model.metadata_props.append(prop)
     part = model.graph
     part.name = f"{whole.name or 'graph'}.{title}"
