@@ -136,13 +136,28 @@ def state_bytes(compiled: Compiled) -> int:
     return sum(compiled.tensors[name].nbytes for name in {op.inputs[0] for op in copies})
 
 
-def counted(compiled: Compiled) -> Compiled:
-    """Return a step whose state on the host takes no bytes, and whose copies no time."""
+def is_copy(op: Op) -> bool:
+    """Is an op a copy to the host, or back?"""
+    return op.node.op_type in (DOWN, UP)
+
+
+def _on_host(op: Op) -> str:
+    """Return the end of a copy that lies on the host."""
+    return (op.inputs if op.node.op_type == UP else op.outputs)[0]
+
+
+def runs_when_due(compiled: Compiled, op: Op) -> bool:
+    """Is an op a copy of state, or of a value that is `counted` to the host?"""
+    return copies_state(compiled, op) or (is_copy(op) and not compiled.tensors[_on_host(op)].nbytes)
+
+
+def counted(compiled: Compiled, state: bool = True) -> Compiled:
+    """Return a device's step whose values on the host take no bytes, nor `state` there, and its copies no time."""
     graph, problem = compiled.graph, compiled.problem
-    ours = [op for op in graph.ops if copies_state(compiled, op)]
-    if not ours:
+    ours = [op for op in graph.ops if is_copy(op) and (state or not copies_state(compiled, op))]
+    if not ours or compiled.kernels.device == "cpu":
         return compiled
-    names = {(op.inputs if op.node.op_type == UP else op.outputs)[0] for op in ours}
+    names = {_on_host(op) for op in ours}
     tensors = dict(compiled.tensors)
     for name in names:
         tensors[name] = replace(tensors[name], shape=(0,), nbytes=0, symbolic=(0,))
@@ -152,8 +167,7 @@ def counted(compiled: Compiled) -> Compiled:
     table = replace(
         compiled.table,
         recomputable=tuple(
-            each and not copies_state(compiled, op)
-            for each, op in zip(compiled.table.recomputable, graph.ops, strict=True)
+            each and not is_copy(op) for each, op in zip(compiled.table.recomputable, graph.ops, strict=True)
         ),
     )
     found = compile_problem(graph, tensors, table, compiled.kernels, seconds, problem.phase.tolist())
@@ -161,20 +175,24 @@ def counted(compiled: Compiled) -> Compiled:
 
 
 def when_due(compiled: Compiled, order: Sequence[int]) -> list[int]:
-    """Return an order in which state comes right before its first reader, and leaves as soon as it is made."""
+    """Return an order in which what is copied comes right before its first reader, and leaves as soon as it is made.
+
+    A copy to the host of an input, or of what comes from there, stays where it is.
+    """
     graph, problem = compiled.graph, compiled.problem
-    ours = {op.index for op in graph.ops if copies_state(compiled, op)}
-    if not ours:
-        return list(order)
-    maker = problem.producer()
-    up = {problem.outputs(op)[0]: op for op in ours if graph.ops[op].node.op_type == UP}
+    maker, read = problem.producer(), {value for op in order for value in problem.inputs(op)}
+    up: dict[int, int] = {}
     down: dict[int, list[int]] = {}  # a node may make several
-    for op in sorted(ours):
-        if graph.ops[op].node.op_type == DOWN:
-            down.setdefault(int(maker[problem.inputs(op)[0]]), []).append(op)
+    for op in (op.index for op in graph.ops if runs_when_due(compiled, op)):
+        made = int(maker[problem.inputs(op)[0]])
+        if graph.ops[op].node.op_type == UP and problem.outputs(op)[0] in read:
+            up[problem.outputs(op)[0]] = op
+        elif graph.ops[op].node.op_type == DOWN and made >= 0 and not is_copy(graph.ops[made]):
+            down.setdefault(made, []).append(op)
+    moving = {*up.values(), *(op for ops in down.values() for op in ops)}
     found: list[int] = []
     for op in order:
-        if op in ours:
+        if op in moving:
             continue
         found += [up.pop(value) for value in problem.inputs(op) if value in up]
         found.append(op)

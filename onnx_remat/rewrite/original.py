@@ -155,10 +155,10 @@ def begin(model: model_io.Model, given: PlanningOptions, warmup: FirstUse | None
         except ModelError as error:
             session = Setting("run_by", "session")
             raise ModelError("{}; {} plans for onnxruntime's own", error.message, session) from None
-        planned, run = compiled, executed
-        if footprint.state_on_host:
-            planned, run = counted(compiled), replace(executed, compiled=counted(executed.compiled))
-        memory = replace(LoopMemory.of(run, planned, footprint, options), waited=footprint.waited)
+        there = footprint.state_on_host > 0
+        run = replace(executed, compiled=counted(executed.compiled, there))
+        memory = LoopMemory.of(run, counted(compiled, there), footprint, options)
+        memory = replace(memory, waited=footprint.waited)
     nodes = len(source.model.graph.node), len(compiled.graph.model.graph.node)
     expanded = bool(source.model.functions) or nodes[0] != nodes[1]
     return Original(

@@ -12,7 +12,7 @@ from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.opsets import STANDARD
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Problem, Schedule
-from onnx_remat.ort.host_state import copies_state
+from onnx_remat.ort.host_state import runs_when_due
 from onnx_remat.ort.known_bugs import unsqueezed_badly
 from onnx_remat.ort.moves import is_move
 from onnx_remat.ort.prepare import Compiled
@@ -62,7 +62,7 @@ def realize(
     schedule = with_draws_at_products(graph, problem, schedule)
     direct = unsqueezed_badly(graph, tensors).union(direct)
     absorbed = np.array([_is_absorbed(compiled, op) for op in graph.ops], np.bool_)
-    when_due = [is_move(op) or copies_state(compiled, op) for op in graph.ops]  # by `session.lean_graph`
+    when_due = [is_move(op) or runs_when_due(compiled, op) for op in graph.ops]  # by `session.lean_graph`
     moves = np.array(when_due, np.bool_)
     fused = {name for op in graph.ops if absorbed[op.index] for name in op.writes}
     unrolled = unroll(problem, schedule)

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from onnx_remat.ir import model_io
-from onnx_remat.ort.host_state import movable_state, own_state, when_due, with_state_on_host
+from onnx_remat.ort.host_state import counted, movable_state, own_state, when_due, with_state_on_host
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from tests.support.graphs import model_of
 from tests.support.updated import MAKE, labelled, momentum, updated
@@ -38,6 +39,34 @@ def test_all_state_that_one_node_makes_leaves_when_it_is_made():
     kinds = [compiled.graph.ops[op].node.op_type for op in order]
     at = kinds.index("Split")
     assert kinds[at : at + 3] == ["Split", "MemcpyToHost", "MemcpyToHost"]
+
+
+def test_values_leave_when_they_are_made_and_come_back_when_they_are_read():
+    """What is copied from an input, or comes from the host, leaves where it does; a copy without a reader stays."""
+    nodes = [
+        MAKE("Exp", ["w"], ["e"]), MAKE(UP, ["home"], ["back"]), MAKE("Tanh", ["e"], ["h"]), MAKE("Sin", ["h"], ["s"]),
+        MAKE(DOWN, ["e"], ["home"]), MAKE(DOWN, ["w"], ["new.p"]), MAKE(UP, ["p"], ["there"]),
+        MAKE(DOWN, ["there"], ["new.q"]), MAKE(UP, ["home"], ["unread"]), MAKE("Mul", ["back", "s"], ["new.w"]),
+    ]  # fmt: skip
+    nodes.insert(1, nodes.pop(4))
+    compiled = counted(prepare(model_of(nodes, {"w": [8], "p": [8]}, {f"new.{n}": [8] for n in "wpq"}), ON_CUDA))
+    order = when_due(compiled, range(compiled.problem.n_ops))
+    assert sorted(order) == list(range(compiled.problem.n_ops))
+    made = [compiled.graph.ops[op].outputs[0] for op in order]
+    assert made == ["e", "home", "h", "s", "new.p", "there", "new.q", "unread", "back", "new.w"]
+
+
+def test_what_lies_on_the_host_takes_no_bytes_there_and_its_copies_no_time():
+    nodes = [
+        MAKE("Exp", ["w"], ["e"]), MAKE(DOWN, ["e"], ["home"]), MAKE(UP, ["home"], ["back"]), MAKE(UP, ["m"], ["old"]),
+        MAKE("Mul", ["back", "old"], ["made"]), MAKE(DOWN, ["made"], ["new.m"]), MAKE("Sub", ["w", "made"], ["new.w"]),
+    ]  # fmt: skip
+    compiled = prepare(model_of(nodes, {"w": [8], "m": [8]}, {"new.w": [8], "new.m": [8]}), ON_CUDA)
+    alongside, in_turn = counted(compiled), counted(compiled, state=False)
+    empty = [{name for name, t in each.tensors.items() if t.nbytes == 0} for each in (compiled, alongside, in_turn)]
+    assert empty == [set(), {"home", "m", "new.m"}, {"home"}]
+    costs = [each.problem.cost.tolist() for each in (alongside, in_turn)]
+    assert costs[0][1] == costs[0][2] == costs[0][3] == costs[0][5] == 0 == costs[1][1] < costs[1][3]
 
 
 def swapped_moments(i):
