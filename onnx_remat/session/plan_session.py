@@ -304,6 +304,7 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
     from onnx_remat.ort.kernels.registry import kernels_of
     from onnx_remat.ort.prepare import Preparation
     from onnx_remat.session import lean_graph, offsets
+    from onnx_remat.session.copies import Stated
 
     source = model_io.load(step)
     check_openable(source.model)
@@ -345,6 +346,8 @@ def arrange(step: model_io.Model, target: Path, request: SessionRequest) -> Slab
                 return each
         del loaded.graph.output[:]
         loaded.graph.output.extend(model.graph.output)
+        if said := Stated.of(model):  # a lean graph has no metadata
+            said.put(loaded)
         executed = executed_as_it_lies(loaded, stated)
     raise ModelError(
         f"a session cannot open this model: onnxruntime changes it whenever it loads it ({different}): run it with "

@@ -12,11 +12,12 @@ from onnx import helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Preparation
-from onnx_remat.session import fusing, kernel_file, overlap, plan_session, prediction
+from onnx_remat.session import fusing, kernel_file, lean_graph, overlap, plan_session, prediction
 from onnx_remat.session.copies import KEY, Stated, kind_of
 from onnx_remat.session.offsets import least
 from onnx_remat.session.slab_layout import SlabLayout, lay_out
@@ -352,6 +353,26 @@ def test_where_the_runtime_changes_the_fused_step_copies_still_run_alongside(mov
     assert not copies.kernels and copies.fused.why_not == neither.fused.why_not != ""
     assert check_copies(copies) == check_copies(both) and not neither.copies
     assert overlap.timeline(copies).waited < 0.6 * overlap.timeline(neither).waited
+
+
+@pytest.mark.parametrize("made_by", [there_and_back, state_on_host])
+def test_copies_run_alongside_kernels_of_a_graph_that_the_runtime_changed(made_by, monkeypatch, tmp_path):
+    """It changes each candidate of the first layout; the loaded graph is laid out then."""
+    loads = []
+
+    def changed_at_first(copy, *_):
+        loads.append(copy)
+        loaded = onnx.ModelProto.FromString(copy.SerializeToString())
+        if len(loads) <= 3:
+            loaded.graph.node.append(helper.make_node("Neg", ["w0"], ["new"], name="new"))
+        return loaded
+
+    monkeypatch.setattr(lean_graph, "as_loaded", changed_at_first)
+    monkeypatch.setattr(runtime, "check_device", lambda _: None)
+    request = plan_session.SessionRequest("cuda", donate=True, secret=1)
+    made = plan_session.arrange(made_by(1), tmp_path / "step.onnx", request)
+    assert len(loads) == 4 and overlap.why_in_turn(made) == ""
+    assert check_copies(made) == (6, 6)
 
 
 LATE = [(1, 0), (1, OUT_LATE + IN_LATE), (1_300_000, OUT_LATE), (1_300_000, IN_LATE)]
