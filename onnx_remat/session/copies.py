@@ -10,12 +10,9 @@ from typing import Any
 import onnx
 
 from onnx_remat.fuse import shim
-from onnx_remat.ir.metadata import TAG, entries, set_entry
+from onnx_remat.ir.metadata import COPIES_KEY, entries, set_entry
 from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.moves import START_SECONDS
-
-KEY = TAG + "copies"
-"""Model metadata: `Stated` as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class Stated:
     @classmethod
     def of(cls, model: onnx.ModelProto) -> Stated | None:
         """Return what a file says; None if it says nothing that can be read. A later version may say more."""
-        text = entries(model).get(KEY, "")
+        text = entries(model).get(COPIES_KEY, "")
         try:
             said = json.loads(text)
             found = cls(**{each.name: said[each.name] for each in fields(cls) if each.name in said})
@@ -52,7 +49,7 @@ class Stated:
 
     def put(self, model: onnx.ModelProto) -> None:
         """Write it into a file, in place of what that says."""
-        set_entry(model, KEY, json.dumps(asdict(self)))
+        set_entry(model, COPIES_KEY, json.dumps(asdict(self)))
 
     def seconds(self, nbytes: int) -> float:
         """Return the time of a copy in one direction."""

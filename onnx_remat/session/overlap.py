@@ -22,7 +22,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnx_remat.fuse.shim import IN, OUT, WAIT
-from onnx_remat.ir.metadata import TAG
+from onnx_remat.ir.metadata import COPIES_KEY, TAG
 from onnx_remat.ir.naming import renewals
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.ir.shapes import Tensor
@@ -30,7 +30,7 @@ from onnx_remat.memory import layout
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.session import fusing, lean_graph, offsets
-from onnx_remat.session.copies import KEY, Copy, Stated, StateOnHost, handle_of, kind_of, node
+from onnx_remat.session.copies import Copy, Stated, StateOnHost, handle_of, kind_of, node
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Program
 from onnx_remat.session.slab_layout import SlabLayout
@@ -114,7 +114,7 @@ def why_in_turn(made: SlabLayout) -> str:
         return ""
     stated = Stated.of(made.compiled.graph.model)
     if stated is None:
-        return f"the file's metadata {KEY!r} is missing or cannot be read: rewrite the original again"
+        return f"the file's metadata {COPIES_KEY!r} is missing or cannot be read: rewrite the original again"
     if not stated.live:
         return ""
     _, possible = _homes(made)

@@ -15,11 +15,10 @@ from onnx_remat.errors import ModelError
 from onnx_remat.ir import graph as graphs
 from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import Op
-from onnx_remat.ir.metadata import SHAPES_KEY, entries, is_of_a_plan
+from onnx_remat.ir.metadata import COPIES_KEY, SHAPES_KEY, entries, is_of_a_plan
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.state import rename
-from onnx_remat.session.copies import KEY as COPIES_KEY
 from onnx_remat.split.cut import find_cut
 from onnx_remat.split.edit import append
 from onnx_remat.split.whole import StepParts, descendants, needed

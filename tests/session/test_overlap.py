@@ -12,13 +12,14 @@ from onnx import helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.fuse.shim import IN, OUT, WAIT
+from onnx_remat.ir.metadata import COPIES_KEY
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.session import fusing, kernel_file, lean_graph, overlap, plan_session, prediction
-from onnx_remat.session.copies import KEY, Stated, kind_of
+from onnx_remat.session.copies import Stated, kind_of
 from onnx_remat.session.offsets import least
 from onnx_remat.session.slab_layout import SlabLayout, lay_out
 from tests.support.copies_check import check_copies
@@ -103,7 +104,7 @@ UNREADABLE = ["", "[]", '{"bandwidth": 0, "costs": "t4"}', '{"costs": 1}', "{", 
 def test_a_file_that_says_nothing_of_its_copies_runs_them_with_the_kernels(text):
     model = there_and_back(1)
     del model.metadata_props[:]
-    model.metadata_props.add(key=KEY, value=text)
+    model.metadata_props.add(key=COPIES_KEY, value=text)
     made = laid(model)
     assert not made.copies and made.pinned == 0
     assert sum(step.node.op_type in (DOWN, UP) for step in made.program.steps) == 12
@@ -117,7 +118,7 @@ def test_why_copies_run_in_turn_is_known():
     assert overlap.why_in_turn(refused) == "it is refused"
     silent = there_and_back(1)
     del silent.metadata_props[:]
-    assert KEY in overlap.why_in_turn(laid(silent))
+    assert COPIES_KEY in overlap.why_in_turn(laid(silent))
     model = there_and_back(1)
     model.graph.output.append(helper.make_tensor_value_info("home3", onnx.TensorProto.FLOAT, [SIZES[3]]))
     partly = laid(model)
@@ -335,7 +336,7 @@ def test_a_plan_pays_only_for_what_kernels_wait_for(moved):
     assert report.loop_after.total <= report.budget
     made = laid(moved.model)
     assert check_copies(made) == (len(report.moved.values),) * 2
-    stated = json.loads(next(each.value for each in moved.model.metadata_props if each.key == KEY))
+    stated = json.loads(next(each.value for each in moved.model.metadata_props if each.key == COPIES_KEY))
     assert made.offsets.live <= stated["live"]
 
 
