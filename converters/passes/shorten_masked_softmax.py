@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ort import runtime
 
 from ..dims import Dims, dims, is_static, size
@@ -24,8 +25,8 @@ _MOST = 1 << 24
 def shorten_masked_softmax(model: ir.Model) -> None:
     """Rewrite, in place, ``where(all(x == -inf), 0, softmax(x))``.
 
-    If `x` is the sum of a product of matrices and of a mask that depends on no input and has a finite entry in every
-    row, the result is the softmax alone. Scores that overflow to minus infinity along a whole row then give NaN.
+    If `x` is the sum of a product of matrices and of a mask that depends on no input or draw and has a finite entry in
+    every row, the result is the softmax alone. Scores that overflow to minus infinity along a whole row then give NaN.
     Otherwise the test compares the maximum of each row with minus infinity: one pass over the scores, and no integers
     twice as large as the scores.
     """
@@ -110,7 +111,7 @@ def _is_product(value: ir.Value | None) -> bool:
 
 
 def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
-    """Return whether a value depends on no input and has a finite entry in each row."""
+    """Return whether a value depends on no input or draw and has a finite entry in each row."""
     if mask not in known:
         made = _computed(mask)
         known[mask] = made is not None and made.ndim > 0 and bool(np.isfinite(made).any(-1).all())
@@ -118,7 +119,7 @@ def _leaves_some(mask: ir.Value, known: dict[ir.Value, bool]) -> bool:
 
 
 def _computed(value: ir.Value) -> np.ndarray | None:
-    """Return the array of a value that depends on no input; None if it depends on one, or is large.
+    """Return the array of a value that depends on no input; None if it depends on one or on a draw, or is large.
 
     An open size counts as `_ANY` if it only determines how often something is repeated, because the entries are then
     the same for every size.
@@ -136,6 +137,8 @@ def _computed(value: ir.Value) -> np.ndarray | None:
             continue
         node = one.producer()
         if node is None or node.domain or node.attributes.keys() & {"body", "then_branch", "else_branch"}:
+            return None
+        if semantics(node.domain, node.op_type).random:
             return None
         if node.op_type == "Shape" and node.inputs[0] is not None and node.inputs[0].shape is not None:
             start, end = (node.attributes[a].as_int() if a in node.attributes else None for a in ("start", "end"))

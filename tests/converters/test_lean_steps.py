@@ -193,6 +193,17 @@ def test_a_mask_from_the_batch_may_leave_nothing_of_a_row():
     assert count(made, "ReduceMin") == 0 and count(made, "ReduceMax") == 1
 
 
+def test_so_may_a_mask_that_is_drawn_at_random():
+    """Every step draws another: what one of them shows says nothing of the next."""
+
+    class Drawn(Attention):
+        def forward(self, x):
+            return super().forward(x, torch.rand(6, 6) < 0.6)
+
+    made = export_training_step(Drawn(), (torch.randn(2, 6, 8), torch.randn(2, 2, 6, 4)), F.mse_loss)
+    assert count(made, "ReduceMin") == 0 and count(made, "ReduceMax") == 1
+
+
 def test_arithmetic_of_an_expanded_value_is_done_before_it_is_expanded():
     made = export_training_step(nn.Linear(64, 512), (torch.randn(8, 64), torch.randn(8)), _mean_of_squares)
     wide = [v.name for v in made.graph.value_info if [d.dim_value for d in v.type.tensor_type.shape.dim] == [8, 512]]
