@@ -14,6 +14,7 @@ from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.messages import Setting
 
 from .. import names
+from .conditions import Condition, failed
 from .private_state import pytree
 
 
@@ -110,19 +111,20 @@ class Batch:
         tensors = dict(zip(self.names, self.tensors, strict=True))
         return {dim: tensors[name].shape[axis] for name, axes in dynamic.items() for axis, dim in axes.items()}
 
-    def resized(
-        self, dynamic: Mapping[str, Mapping[int, str]], refused: Mapping[str, Mapping[int, str]]
-    ) -> list[Batch]:
+    def resized(self, dynamic: Mapping[str, Mapping[int, str]], conditions: Sequence[Condition]) -> list[Batch]:
         """Return the batch with other sizes along all dynamic dimensions: with smaller ones, then with larger ones.
 
-        A size is the next smaller from 2 on that is not refused, or if none is left, one more; a larger one is one
-        more. A batch is left out if all of its sizes for some dimension are refused.
+        A size is the next smaller from 2 on under which no condition fails, or if none is left, one more; a larger one
+        is one more. A batch is left out if a condition fails for all of its sizes of some dimension.
         """
 
         def first(sizes: Callable[[int], Iterable[int]]) -> dict[str, int]:
-            """Return the first size of each dimension that is not refused; 0 if there is none."""
-            known = self.sizes(dynamic).items()
-            return {dim: next((s for s in sizes(size) if s not in refused.get(dim, {})), 0) for dim, size in known}
+            """Return the first size of each dimension that agrees with those before it; 0 if there is none."""
+            found: dict[str, int] = {}
+            for dim, size in self.sizes(dynamic).items():
+                agree = (s for s in sizes(size) if failed(conditions, found | {dim: s}) is None)
+                found[dim] = next(agree, 0)
+            return found
 
         smaller, larger = first(lambda size: [*range(size - 1, 1, -1), size + 1]), first(lambda size: [size + 1])
         different = [smaller] if smaller == larger else [smaller, larger]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from ..checks import agreement as checking
 from ..passes import attention_in_parts, loss_in_parts
 from . import optimizer_facts, reference, updates, verify
 from .batch import Batch
+from .conditions import Condition, failed
 from .lower import finish, lower
 from .recipe import Recipe, Scaling
 from .refusals import check_modules
@@ -31,6 +34,9 @@ installed onnx."""
 
 _NAMED = 5
 """Sizes that a warning names."""
+
+_TRIED = 1 << 18
+"""Sizes of several dimensions that are tried for a warning."""
 
 
 def step_of(
@@ -94,7 +100,7 @@ def compare(
     point outside of it.
     """
     found = verify.step(made, step, distances)
-    if dynamic and not any(_fits(made, step, other) for other in step.batch.resized(dynamic, graph.other_sizes)):
+    if dynamic and not any(_fits(made, step, other) for other in step.batch.resized(dynamic, graph.conditions)):
         warnings.warn(
             "dynamic_dims: the step is compared with torch at the example's sizes alone, since with one entry more or "
             "less its code makes another step, or fails, as indices of the example may point outside",
@@ -222,13 +228,8 @@ def export_training_step(
     proto = finished(made, step)
     if found is not None:
         checking.record(proto, found)
-    for dim, largest in step.batch.sizes(dynamic).items():
-        sizes = {size: reason for size, reason in graph.other_sizes.get(dim, {}).items() if size <= largest}
-        for reason in dict.fromkeys(sizes.values()):
-            which = [size for size, own in sizes.items() if own == reason]
-            more = ", ..." if len(which) > _NAMED else ""
-            sizes_named = ", ".join(map(str, which[:_NAMED])) + more
-            warnings.warn(f"the file is wrong where {dim} is {sizes_named}: for these, {reason}", stacklevel=2)
+    for where, reason in _wrong(graph.conditions, step.batch.sizes(dynamic)):
+        warnings.warn(f"the file is wrong where {where}: for these, {reason}", stacklevel=2)
     if outside := graph.outside:
         first = next(iter(outside.values())).label
         others = f", and {len(outside) - 1} more" if len(outside) > 1 else ""
@@ -238,3 +239,27 @@ def export_training_step(
             stacklevel=2,
         )
     return proto
+
+
+def _wrong(conditions: Sequence[Condition], most: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the sizes up to the example's for which a step is another, and why, in words."""
+    for dim, largest in most.items():
+        own = [condition for condition in conditions if {*condition.dims.values()} == {dim}]
+        reasons = {size: one.reason for size in range(1, largest + 1) if (one := failed(own, {dim: size}))}
+        for reason in dict.fromkeys(reasons.values()):
+            which = [str(size) for size, given in reasons.items() if given == reason]
+            yield f"{dim} is {', '.join(which[:_NAMED])}{', ...' if len(which) > _NAMED else ''}", reason
+    for condition in conditions:
+        if len(condition.dims) > 1 and _may_fail(condition, most):
+            yield f"{condition.text} is false", condition.reason
+
+
+def _may_fail(condition: Condition, most: Mapping[str, int]) -> bool:
+    """Return whether sizes up to the example's make a condition false; True if they are too many to try."""
+    dims = list(condition.dims.values())
+    if math.prod(most[dim] for dim in dims) > _TRIED:
+        return True
+    return not all(
+        condition.holds(dict(zip(dims, sizes, strict=True)))
+        for sizes in itertools.product(*(range(1, most[dim] + 1) for dim in dims))
+    )

@@ -1,4 +1,4 @@
-"""Sizes of open dimensions for which a step is another than the traced one.
+"""Conditions on open dimensions, under which a step is the traced one.
 
 Python code that decides by a size (``if x.shape[0] > 8``) is traced for the example's. torch notes each such decision
 as a condition on symbols; those of torch's own kernels, which give the same results either way, do not count. A size of
@@ -8,33 +8,25 @@ one is never traced, since torch takes it as fixed: the forward pass runs once w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from .conditions import Condition
 from .private_torch import Mod, PythonPrinter, ShapeEnv
 from .refusals import line_of
 from .repeated import Listing
-
-OtherSizes: TypeAlias = dict[str, dict[int, str]]
-"""For each dimension, the sizes of another step, and why, in words."""
 
 _INSIDE = tuple(f"{Path(torch.__file__).parent}/{name}" for name in ("_", "autograd", "fx", "utils", "functional"))
 """Torch's code that decides by sizes without an effect on results."""
 
 
 def decided(
-    env: ShapeEnv,
-    traced: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, int],
-    dynamic: Mapping[str, Mapping[int, str]],
-) -> OtherSizes:
-    """Return the sizes up to one above the example's for which a condition of the trace is false.
-
-    A condition on several dimensions is tried with the example's sizes of the others.
+    env: ShapeEnv, traced: Mapping[str, torch.Tensor], dynamic: Mapping[str, Mapping[int, str]]
+) -> list[Condition]:
+    """Return the conditions of a trace.
 
     Parameters
     ----------
@@ -42,8 +34,6 @@ def decided(
         The conditions of the trace.
     traced
         Inputs of the trace by name, whose sizes are symbols.
-    sizes
-        The example's size of each dimension.
     dynamic
         Names of dimensions by input name and axis.
     """
@@ -54,25 +44,14 @@ def decided(
             if isinstance(size, torch.SymInt):
                 symbols[size.node.expr] = dim
     of_dim = {dim: symbol for symbol, dim in symbols.items()}
-    found: OtherSizes = {}
+    found = []
     for condition, place in _conditions(env, {symbol: of_dim[dim] for symbol, dim in symbols.items()}):
-        inside = {str(symbol): symbols[symbol] for symbol in condition.free_symbols if symbol in symbols}
-        if len(inside) < len(condition.free_symbols):
-            continue
-        holds = compile(PythonPrinter().doprint(condition), "condition", "eval")
-        example = {symbol: sizes[dim] for symbol, dim in inside.items()}
-        for symbol, dim in inside.items():
-            for size in range(1, sizes[dim] + 2):
-                if not _holds(holds, example | {symbol: size}):
-                    found.setdefault(dim, {}).setdefault(size, f"its code decides by the size{place}")
+        inside = {str(symbol): dim for symbol, dim in symbols.items() if symbol in condition.free_symbols}
+        if len(inside) == len(condition.free_symbols):
+            sizes = "size" if len(inside) == 1 else "sizes"
+            reason = f"its code decides by the {sizes}{place}"
+            found.append(Condition(PythonPrinter().doprint(condition), inside, reason))
     return found
-
-
-def _holds(condition: CodeType, sizes: Mapping[str, int]) -> bool:
-    try:
-        return bool(eval(condition, {}, dict(sizes)))
-    except ZeroDivisionError:  # of a part, for which the size is too small
-        return False
 
 
 def _conditions(env: ShapeEnv, merged: Mapping[Any, Any]) -> Iterator[tuple[Any, str]]:
@@ -92,30 +71,30 @@ def _conditions(env: ShapeEnv, merged: Mapping[Any, Any]) -> Iterator[tuple[Any,
             yield condition, "" if is_torchs else line_of(frame.filename, frame.lineno)
 
 
-def of_one(dims: Mapping[str, int], forward: Callable[[str | None], Listing]) -> OtherSizes:
-    """Return the dimensions for which a size of one is another step.
+def of_one(dims: Collection[str], forward: Callable[[str | None], Listing]) -> list[Condition]:
+    """Return a condition for each dimension for which a size of one is another step.
 
     Parameters
     ----------
     dims
-        Dimensions, and the example's sizes.
+        Names of dimensions.
     forward
         Function that runs the forward pass with a size of one for a dimension, and returns its calls.
     """
-    found: OtherSizes = {}
+    reasons: dict[str, str] = {}
     usual = forward(None) if dims else None
     for dim in dims:
         try:
             other = forward(dim)
         except Exception as error:
-            found[dim] = {1: f"its code fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            reasons[dim] = f"its code fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         assert usual is not None
         if other.squeezed != usual.squeezed:
-            found[dim] = {1: "its code removes dimensions of size one (squeeze)"}
+            reasons[dim] = "its code removes dimensions of size one (squeeze)"
         elif (line := _differs(_by_line(usual), _by_line(other))) is not None:
-            found[dim] = {1: f"its code decides by the size{line}"}
-    return found
+            reasons[dim] = f"its code decides by the size{line}"
+    return [Condition("size != 1", {"size": dim}, reason) for dim, reason in reasons.items()]
 
 
 _PRODUCTS = {"addmm", "baddbmm", "bmm", "dot", "mm", "mv"}

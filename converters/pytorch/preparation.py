@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from onnx_remat.app.progress import Progress
 from onnx_remat.units import Budget
 
+from .conditions import Condition
 from .living import Place
 from .outside import Outside
 from .recipe import Recipe
@@ -20,7 +21,6 @@ from .unchanged import SettingPlace
 if TYPE_CHECKING:
     from onnx_remat.options import PlanningOptions
 
-    from .open_sizes import OtherSizes
     from .step import Loss
 
 
@@ -126,8 +126,8 @@ class Prepared:
         Memory that training with PyTorch's own step takes; 0 if that was not measured.
     limit : int
         The budget in bytes; 0 without one.
-    other_sizes : OtherSizes
-        Sizes of open dimensions for which the step is another than this one, see `open_sizes`.
+    conditions : tuple of Condition
+        Conditions on open dimensions, under which the step is this one, see `open_sizes`.
     """
 
     trained: tuple[str, ...]
@@ -140,4 +140,4 @@ class Prepared:
     outputs: tuple[str, ...] = ()
     torch_bytes: int = 0
     limit: int = 0
-    other_sizes: OtherSizes = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()

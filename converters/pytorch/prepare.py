@@ -99,7 +99,7 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
         graph.outside, report=b"" if report is None else pickle.dumps(report),
         summary="" if report is None else shares.summary("PyTorch", exported.torch_bytes, report),
         outputs=request.outputs, torch_bytes=exported.torch_bytes, limit=0 if report is None else report.budget,
-        other_sizes=graph.other_sizes,
+        conditions=graph.conditions,
     )  # fmt: skip
 
 

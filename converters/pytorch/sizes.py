@@ -12,6 +12,7 @@ from onnx_remat.session.session import Session
 
 from .. import shares
 from .batch import Batch
+from .conditions import failed
 from .preparation import Prepared
 
 OPEN = 4
@@ -51,13 +52,13 @@ class Sessions:
     threads : int
     provider : str
     prepared : Prepared
-        For the memory that a session on a device may take, and the sizes that are refused.
+        For the memory that a session on a device may take, and the conditions on sizes.
     """
 
     def __init__(self, written: Written, most: dict[str, int], threads: int, provider: str, prepared: Prepared) -> None:
         self._written, self._most, self._threads = written, most, threads
         self._provider, self._limit = provider, 0 if provider == "cpu" else prepared.limit
-        self._refused = prepared.other_sizes
+        self._conditions = prepared.conditions
         self._largest = self.current = self._opened(most, None)
         self._others: dict[tuple[int, ...], Session] = {}
 
@@ -67,17 +68,18 @@ class Sessions:
         Raises
         ------
         UsageError
-            A size is above the example's, or one for which the model's code makes another step.
+            A size is above the example's, or the model's code makes another step for these sizes.
         """
         if large := [name for name, size in sizes.items() if size > self._most[name]]:
             name = large[0]
             raise UsageError(f"{name} is {sizes[name]}, above the example's {self._most[name]}: make a new step")
-        for name, size in sizes.items():
-            if reason := self._refused.get(name, {}).get(size):
-                raise UsageError(
-                    f"{name} is {size}, for which the model's step is another than for the example's "
-                    f"{self._most[name]} ({reason}): leave such batches out (drop_last=True), or make a new step"
-                )
+        if condition := failed(self._conditions, sizes):
+            given = " and ".join(f"{dim} is {sizes[dim]}" for dim in condition.dims.values())
+            example = " and ".join(str(self._most[dim]) for dim in condition.dims.values())
+            raise UsageError(
+                f"{given}, for which the model's step is another than for the example's {example} "
+                f"({condition.reason}): leave such batches out (drop_last=True), or make a new step"
+            )
         if sizes == self._most:
             self.current = self._largest
             return self.current

@@ -20,6 +20,7 @@ from .. import names
 from . import open_sizes, repeated
 from .batch import Batch
 from .carried import Origins
+from .conditions import Condition
 from .decisions import Recorder
 from .outside import Outside
 from .private_torch import (
@@ -70,8 +71,8 @@ class Trace:
         For each operator, the line of the user's code that first ran it.
     outside : mapping of str to Outside
         Tensors outside the step, by input name; they are constants unless `trace` was called with `feed`.
-    other_sizes : OtherSizes
-        Sizes of dynamic dimensions, up to one above the example's, for which the step is another, see `open_sizes`.
+    conditions : tuple of Condition
+        Conditions on dynamic dimensions, under which the step is this one, see `open_sizes`.
     """
 
     graph: torch.fx.GraphModule
@@ -79,7 +80,7 @@ class Trace:
     watched: int
     lines: Mapping[str, str]
     outside: Mapping[str, Outside]
-    other_sizes: open_sizes.OtherSizes
+    conditions: tuple[Condition, ...]
 
 
 def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int, feed: bool = False) -> Trace:
@@ -127,10 +128,8 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
         raise refusal(error, step.model) from error
     named_fakes = dict(zip(inputs, fakes, strict=True))
     _check_open(named_fakes, step.batch, dynamic)
-    sizes = step.batch.sizes(dynamic)
-    others = open_sizes.decided(mode.shape_env, named_fakes, sizes, dynamic) if dynamic else {}
-    for dim, reasons in open_sizes.of_one(sizes, lambda dim: _listed(step, inputs, dynamic, dim)).items():
-        others.setdefault(dim, {}).update(reasons)
+    conditions = open_sizes.of_one(step.batch.sizes(dynamic), lambda dim: _listed(step, inputs, dynamic, dim))
+    conditions += open_sizes.decided(mode.shape_env, named_fakes, dynamic) if dynamic else []
     _share_paths(graph.graph)
     for node in graph.graph.nodes:  # inputs are already checked
         if isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex():
@@ -142,7 +141,7 @@ def trace(step: StepParts, dynamic: Mapping[str, Mapping[int, str]], opset: int,
     if feed:
         place = len(inputs) - len(step.batch.names)
         make_inputs(graph, {name: one.alias for name, one in named.items()}, place)
-    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named, others)
+    return Trace(graph, tuple(outputs), len(made) - len(outputs), lines, named, tuple(conditions))
 
 
 @contextmanager

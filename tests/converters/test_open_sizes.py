@@ -76,6 +76,36 @@ def test_a_warning_states_the_sizes_of_a_file_for_which_it_is_wrong():
         export_training_step(Block(even), batch, cross_entropy, dynamic_dims=OPEN)
 
 
+class Pair(nn.Module):
+    """Twice as much for two texts of one length."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        made = self.inner(x).square().mean() + self.inner(y).square().mean()
+        return made * 2 if x.shape[1] == y.shape[1] else made
+
+
+TWO_LENGTHS = {"input.0": {1: "source"}, "input.1": {1: "target"}}
+
+
+def test_sizes_of_two_dimensions_for_which_the_step_is_another_are_refused_together():
+    model, x, y = Pair(), torch.randn(2, 5, 3), torch.randn(2, 6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with budgeted(model, None, optimizer, (x, y), dynamic_dims=TWO_LENGTHS, progress=False) as step:
+        with pytest.raises(UsageError, match=r"source is 4 and target is 4, .* 5 and 6 \(its code decides by"):
+            step((x[:, :4], y[:, :4]))
+        assert step((x[:, :4], y[:, :5])) == pytest.approx(model(x[:, :4], y[:, :5]).item(), rel=1e-5)
+
+
+def test_a_warning_states_the_condition_on_two_dimensions_under_which_a_file_is_right():
+    batch = torch.randn(2, 5, 3), torch.randn(2, 6, 3)
+    with pytest.warns(UserWarning, match="wrong where source != target is false: for these, its code decides"):
+        export_training_step(Pair(), batch, dynamic_dims=TWO_LENGTHS)
+
+
 def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
     class Positions(nn.Module):
         def __init__(self):
