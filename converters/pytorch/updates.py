@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy as shallow_copy
 from pathlib import Path
 from typing import Any
 
@@ -229,10 +230,11 @@ def twin(
     """Return an optimizer of the same type, settings and attributes over copies; omit parameters without a copy."""
     by_id = {id(parameters[name]): copy for name, copy in copies.items()}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
+    other.__dict__.update(_copied(attributes))
     other.param_groups = [
         {
-            **group,
+            **_copied({key: value for key, value in group.items() if key != "params"}),
             **({"capturable": False} if "capturable" in group else {}),  # its steps are on the host
             **{key: value for key, value in (settings or {}).items() if key in group},
             "params": [by_id[id(p)] for p in group["params"] if id(p) in by_id],
@@ -241,6 +243,20 @@ def twin(
     ]
     other.state = defaultdict(dict, {copies[name]: dict(pieces) for name, pieces in state.items() if name in copies})
     return other
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a container and of those in it; whatever else is in them stays the same object."""
+    if not isinstance(value, _CONTAINERS):
+        return tuple(map(_copied, value)) if type(value) is tuple else value
+    made = shallow_copy(value)
+    if not isinstance(made, set):
+        for place in list(made if isinstance(made, dict) else range(len(made))):
+            made[place] = _copied(made[place])
+    return made
+
+
+_CONTAINERS = (dict, list, deque, set)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -313,7 +329,7 @@ def updated(
                 group[key] = settings[id(value)]
     for name, copy in copies.items():
         copy.grad = _exact(gradients[name].detach())
-    before = _kept(other)
+    before = _copied(_kept(other))
     double = any(values[name].dtype == torch.float64 for name in copies)
     stored = [
         (value, state[name][slot].dtype)
@@ -324,7 +340,7 @@ def updated(
     with numbers_stay_tensors(other, settings.values(), stored):
         step(other)
     for name, value in _kept(other).items():
-        if name not in before or not (before[name] is value or _same(before[name], value)):
+        if name not in before or not _same(before[name], value):
             raise ConversionError(
                 f"the step of optimizer {type(optimizer).__qualname__} updates {name}, which would be a constant of "
                 "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer"
@@ -370,7 +386,16 @@ _WARNED = "_warned_capturable_if_run_uncaptured"
 
 
 def _same(before: Any, after: Any) -> bool:
-    return not isinstance(before, torch.Tensor) and type(before) is type(after) and bool(before == after)
+    """Return whether two values are equal, where tensors are only equal to themselves."""
+    if before is after:
+        return True
+    if isinstance(before, torch.Tensor) or type(before) is not type(after):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
+    if isinstance(before, list | deque | tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return bool(before == after)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import math
@@ -428,6 +429,42 @@ def test_optimizers_that_would_move_no_copy_are_refused(make, message):
     model = nn.Linear(4, 4)
     with pytest.raises(ConversionError, match=message):
         export_training_step(model, (torch.randn(3, 4), torch.randn(3, 4)), mse, make(model.parameters()))
+
+
+def _later(count):
+    """A rate that falls after ten steps."""
+    return 0.1 if count <= 10 else 0.01
+
+
+class Clock(torch.optim.Optimizer):
+    """Its step counts in a container of its own; `clocks` are such containers, and how to count in them."""
+
+    clocks = {  # noqa: RUF012
+        "dict": ({"t": 0}, lambda clock: clock.update(t=clock["t"] + 1) or clock["t"]),
+        "nested": ({"all": [0]}, lambda clock: clock["all"].append(0) or len(clock["all"])),
+        "deque": (collections.deque([0]), lambda clock: clock.append(0) or len(clock)),
+        "set": (set(), lambda clock: clock.add(len(clock)) or len(clock)),
+    }
+
+    def __init__(self, parameters, kind):
+        super().__init__(parameters, {"lr": 0.1})
+        clock, self.count = self.clocks[kind]
+        self.clock = copy.deepcopy(clock)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        rate = _later(self.count(self.clock))
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(rate * parameter.grad)
+
+
+@pytest.mark.parametrize("kind", Clock.clocks)
+def test_a_step_that_counts_in_a_container_is_refused_and_the_users_stays(kind):
+    model = nn.Linear(2, 1)
+    optimizer = Clock(model.parameters(), kind)
+    with pytest.raises(ConversionError, match=r"Clock updates self\.clock, which would be a constant"):
+        export_training_step(model, (torch.randn(3, 2), torch.randn(3, 1)), mse, optimizer)
+    assert optimizer.clock == Clock.clocks[kind][0]
 
 
 def test_an_optimizer_that_keeps_a_list_beside_its_groups_is_followed():
