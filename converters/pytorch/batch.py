@@ -203,20 +203,28 @@ def parts_of(output: Any, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
     UsageError
         The output has no such tensor; the message names those that it has.
     """
+    if not wanted:
+        return {}
     if isinstance(output, torch.Tensor):
         known: dict[str, Any] = {"output": output}
     elif isinstance(output, Mapping):
         known = {str(key): value for key, value in output.items()}
-    elif isinstance(output, Sequence) and not hasattr(output, "_fields"):
-        known = {str(place): value for place, value in enumerate(output)}
+    elif isinstance(output, Sequence):
+        known = dict(zip(getattr(output, "_fields", map(str, range(len(output)))), output, strict=True))
     else:
-        fields = getattr(output, "_fields", None) or vars(output)
-        known = {name: getattr(output, name) for name in fields}
+        known = _attributes(output)
     tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
     for name in wanted:
         if name not in tensors:
             raise UsageError(f"outputs: the model's output has no tensor {name!r}; it has {', '.join(tensors)}")
     return {name: tensors[name] for name in wanted}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself has, by name, also those in slots."""
+    members = (pair for kind in type(value).__mro__ for pair in vars(kind).items())
+    slots = [name for name, member in members if inspect.ismemberdescriptor(member) and hasattr(value, name)]
+    return {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
 
 
 _TENSOR = object()

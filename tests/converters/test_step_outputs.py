@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 
 import torch
 from onnx_remat.converters.pytorch import budgeted, export_training_step
+from onnx_remat.converters.pytorch.batch import parts_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -65,6 +66,18 @@ def test_logits_of_every_step_are_those_before_its_update(structure):
         loss = step((x, target))
         torch.testing.assert_close(step.outputs["logits"], expected)
         assert loss == pytest.approx(float(cross_entropy(expected, target)), rel=1e-5)
+
+
+@dataclass(slots=True)
+class Slotted:
+    logits: torch.Tensor
+
+
+def test_an_output_in_slots_is_taken_apart_where_parts_of_it_are_wanted():
+    output = Slotted(torch.ones(2))
+    assert parts_of(output, ()) == {} and parts_of(output, ("logits",)) == {"logits": output.logits}
+    with pytest.raises(UsageError, match="no tensor 'loss'; it has logits"):
+        parts_of(output, ("loss",))
 
 
 def test_a_model_that_returns_a_tensor_has_an_output():
