@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from onnx_remat.errors import ConversionError, UsageError
@@ -73,12 +76,12 @@ class Batch:
         return Batch(tuple(n for n, _ in tensors), tuple(t.detach() for _, t in tensors), spec, leaves, keys)
 
     def like(self, given: Any) -> Batch:
-        """Return a batch with its keys in the order of this one's, which has the same structure.
+        """Return a batch with its keys in the order of this one's, which has the same structure and constants.
 
         Raises
         ------
         UsageError
-            It has another structure.
+            It has another structure, or another constant.
         """
         if isinstance(given, Mapping) and self.keys:
             if missing := [key for key in self.keys if key not in given]:
@@ -91,6 +94,9 @@ class Batch:
             raise UsageError(
                 f"the batch has another structure than the example: it has {', '.join(made.names) or 'no tensor'}"
             )
+        for ours, theirs in zip(self.leaves, made.leaves, strict=True):
+            if not _equal(ours, theirs):
+                raise UsageError(f"the batch has {theirs!r} in place of the constant {ours!r}: make a new step")
         return made
 
     def check_dimensions(self, dynamic: Mapping[str, Mapping[int, str]]) -> None:
@@ -241,7 +247,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
-    """Raise ConversionError for a tensor that requires a gradient, or an object that has tensors as attributes."""
+    """Raise ConversionError for a tensor that requires a gradient, or an object that holds tensors."""
     if isinstance(leaf, torch.Tensor):
         if leaf.requires_grad and torch.is_grad_enabled():
             raise ConversionError(
@@ -249,12 +255,41 @@ def _check_leaf(name: str, leaf: Any) -> None:
                 "what computed it a part of the model"
             )
         return
-    inside = vars(leaf).values() if hasattr(leaf, "__dict__") and not callable(leaf) else ()
-    if any(isinstance(each, torch.Tensor) for each in inside):
+    if _holds_tensor(leaf, _DEPTH):
         raise ConversionError(
             f"{name} of the batch is a {type(leaf).__name__}, whose tensors would be constants of the step: give a "
             "tuple, a list or a dict of them"
         )
+
+
+_DEPTH = 5
+"""Levels of objects and containers in which to look for tensors: a graph of torch_geometric has them on the fourth."""
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    """Return whether a value is a tensor, or an object or a container in which there is one; code holds none."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if not depth or inspect.isroutine(value) or isinstance(value, type | ModuleType | partial | torch.nn.Module):
+        return False
+    if isinstance(value, dict):
+        inside: Iterable[Any] = value.values()
+    else:
+        inside = value if isinstance(value, list | tuple | set | frozenset | deque) else _attributes(value).values()
+    return any(_holds_tensor(each, depth - 1) for each in inside)
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Return whether two constants are equal, NaN and NaN too; those that cannot be compared are not."""
+    has_nan = all(isinstance(each, float | np.generic | np.ndarray) and _is_float(each) for each in (ours, theirs))
+    try:
+        return ours is theirs or np.array_equal(ours, theirs, equal_nan=has_nan)
+    except Exception:
+        return False
+
+
+def _is_float(value: float | np.generic | np.ndarray) -> bool:
+    return np.asarray(value).dtype.kind in "fc"
 
 
 def _path(path: Sequence[Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import io
 import json
 import re
@@ -19,6 +20,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
+import numpy as np
 import torch
 from onnx_remat.converters.pytorch import budgeted, own_step, sizes
 from onnx_remat.converters.pytorch.batch import Batch
@@ -499,6 +501,51 @@ def test_tensors_in_a_mapping_of_its_own_type_are_inputs():
 class Boxed:
     def __init__(self, x):
         self.x = x
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+class Stored:
+    """As torch_geometric's Data: a call yields what its store has."""
+
+    def __init__(self, x):
+        self.store = Boxed({"x": x})
+
+    def __call__(self):
+        yield from self.store.x.items()
+
+
+@pytest.mark.parametrize("kind", [Boxed, Slotted, Stored, lambda x: frozenset([x]), lambda x: Boxed([(x,)])])
+def test_objects_that_hold_tensors_are_refused_in_a_batch(kind):
+    with pytest.raises(ConversionError, match=r"input\.0 of the batch is a .*, whose tensors would be constants"):
+        Batch.of((kind(torch.ones(2)), torch.ones(2)))
+
+
+@pytest.mark.parametrize("kept", [nn.Linear(1, 1), torch.sin, torch.nn, Boxed(nn.Tanh()), Slotted("a"), {1, 2}])
+def test_objects_without_tensors_and_code_are_constants_of_a_batch(kept):
+    batch = Batch.of((torch.ones(2), kept))
+    assert batch.names == ("input.0",) and batch.like((torch.zeros(2), kept)).leaves[1] is kept
+
+
+class Unlike:
+    """What no comparison takes."""
+
+    def __eq__(self, other):
+        raise RuntimeError("the value is ambiguous")
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("one", [float("nan"), np.float32("nan"), np.array([1.0, np.nan]), "a", 2, None, np.arange(2)])
+def test_a_constant_of_a_batch_is_the_same_by_value(one):
+    batch = Batch.of((torch.ones(2), one))
+    assert batch.like((torch.ones(2), copy.deepcopy(one))).names == batch.names
+    for other in (1.5, "b", np.array([1.0, 2.0, 3.0]), Unlike()):
+        with pytest.raises(UsageError, match=r"in place of the constant .*: make a new step"):
+            batch.like((torch.ones(2), other))
 
 
 def test_batches_that_a_step_cannot_take_apart_or_differentiate_are_refused():
