@@ -264,7 +264,7 @@ class Budgeted:
         return self._sessions.current
 
     def _now(self, parameters: Mapping[str, torch.nn.Parameter]) -> Facts:
-        return Facts.of(self._model, self._optimizers, set(self._settings.values()), parameters)
+        return Facts.of(self._model, self._optimizers, set(self._settings.values()), parameters, self._loss)
 
     def _current(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """Return the current tensors of module and optimizers that the step trains, by input name."""

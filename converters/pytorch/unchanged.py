@@ -1,4 +1,4 @@
-"""Facts about the user's module and optimizers that a step relies on, and the errors if they change."""
+"""Facts about the user's module, loss and optimizers that a step relies on, and the errors if they change."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from .updates import REPLACED
 SettingPlace: TypeAlias = tuple[int, int, str]
 """Place of a setting: index of the optimizer, index of the group, and key."""
 
+ModulePlace: TypeAlias = tuple[str, str]
+"""Place of a module: "model" or "loss", and the path in it."""
+
 _NEW = "make a new step"
 _NOT_READ = REPLACED | {
     "params", "param_names", "initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr",
@@ -26,12 +29,12 @@ _NOT_READ = REPLACED | {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about module and optimizers that the step relies on.
+    """Facts about module, loss and optimizers that the step relies on.
 
     Attributes
     ----------
-    modules : mapping of str to (module, bool)
-        Each module by path, and whether it is in train mode.
+    modules : mapping of ModulePlace to (module, bool)
+        Each module, also of a loss that is one, and whether it is in train mode.
     parameters : mapping of str to bool
         Whether each parameter requires a gradient, by name.
     places : mapping of str to (int, int)
@@ -42,22 +45,22 @@ class Facts:
         Settings that are constants of the step.
     hooked_optimizers, hooked_parameters : tuple of str
         Those with hooks that a graph cannot call.
-    module_hooks : mapping of str to tuple
-        Hooks on the forward and backward pass of each module that has any, by path.
+    module_hooks : mapping of ModulePlace to tuple
+        Hooks on the forward and backward pass of each module that has any.
     buffers : frozenset of str
         Names of the module's buffers.
     autocast : torch.dtype or None
         The type of autocast around the step; None where it is off.
     """
 
-    modules: Mapping[str, tuple[torch.nn.Module, bool]]
+    modules: Mapping[ModulePlace, tuple[torch.nn.Module, bool]]
     parameters: Mapping[str, bool]
     places: Mapping[str, tuple[int, int]]
     hooks: Mapping[str, tuple[Any, ...]]
     constants: Mapping[SettingPlace, Any]
     hooked_optimizers: tuple[str, ...]
     hooked_parameters: tuple[str, ...]
-    module_hooks: Mapping[str, tuple[Any, ...]]
+    module_hooks: Mapping[ModulePlace, tuple[Any, ...]]
     buffers: frozenset[str]
     autocast: torch.dtype | None
 
@@ -67,13 +70,16 @@ class Facts:
         optimizers: tuple[torch.optim.Optimizer, ...],
         inputs: Collection[SettingPlace],
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
+        loss: Any = None,
     ) -> Facts:
         """Return the current facts; `inputs` are the settings that are not constants, `parameters` the module's."""
+        owners = {"model": model} | ({"loss": loss} if isinstance(loss, torch.nn.Module) else {})
+        modules = {(name, path): each for name, owner in owners.items() for path, each in owner.named_modules()}
         parameters = dict(model.named_parameters()) if parameters is None else parameters
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         groups = [(o, g, group) for o, user in enumerate(optimizers) for g, group in enumerate(user.param_groups)]
         return Facts(
-            {path: (module, module.training) for path, module in model.named_modules()},
+            {place: (module, module.training) for place, module in modules.items()},
             {name: parameter.requires_grad for name, parameter in parameters.items()},
             {name_of[id(p)]: (o, g) for o, g, group in groups for p in group["params"] if id(p) in name_of},
             {name: hooks for name, parameter in parameters.items() if (hooks := gradient_hooks(parameter))},
@@ -85,7 +91,7 @@ class Facts:
             },
             tuple(type(user).__qualname__ for user in optimizers if hooks_left_out(user)),
             tuple(name for name, parameter in parameters.items() if hooks_left_out(parameter)),
-            {path: hooks for path, module in model.named_modules() if (hooks := module_hooks(module))},
+            {place: hooks for place, module in modules.items() if (hooks := module_hooks(module))},
             frozenset(name for name, _ in model.named_buffers()),
             _autocast(next(iter(parameters.values())).device.type if parameters else "cpu"),
         )
@@ -96,28 +102,26 @@ class Facts:
             raise UsageError(message)
 
     def _modules(self, now: Facts) -> Iterator[str]:
-        for path, (module, training) in self.modules.items():
-            found, mode = now.modules.get(path, (None, training))
+        for place, (module, training) in self.modules.items():
+            found, mode = now.modules.get(place, (None, training))
             if found is not module:
-                yield f"module {path!r} was replaced or is gone: {_NEW}"
+                yield f"{_named(place)} was replaced or is gone: {_NEW}"
             if mode != training:
+                owner, path = place
                 which = f".get_submodule({path!r})" if path else ""
-                call = f"model{which}.{'train' if training else 'eval'}()"
-                if path:
-                    yield f"module {path!r} is not in the mode of the step: call {call} first"
-                elif training:
-                    yield f"the module is not in the mode of the step: call {call} first"
-                else:  # transformers' from_pretrained returns models in this mode
+                call = f"{owner}{which}.{'train' if training else 'eval'}()"
+                if place == ("model", "") and not training:  # transformers' from_pretrained returns such models
                     yield (
                         "the step was made of a module in eval mode, in which Dropout does nothing: call model.train() "
                         f"and {_NEW}, or {call} to go on with this one"
                     )
-        for path in sorted(now.modules.keys() - self.modules.keys()):
-            yield f"module {path!r} was added since the step was made: {_NEW}"
-        for path in sorted(self.module_hooks.keys() | now.module_hooks.keys()):
-            if self.module_hooks.get(path) != now.module_hooks.get(path):
-                which = f"module {path!r}" if path else "the module"
-                yield f"the hooks on {which} are others than when the step was made: {_NEW}"
+                else:
+                    yield f"{_named(place)} is not in the mode of the step: call {call} first"
+        for place in sorted(now.modules.keys() - self.modules.keys()):
+            yield f"{_named(place)} was added since the step was made: {_NEW}"
+        for place in sorted(self.module_hooks.keys() | now.module_hooks.keys()):
+            if self.module_hooks.get(place) != now.module_hooks.get(place):
+                yield f"the hooks on {_named(place)} are others than when the step was made: {_NEW}"
         for name in sorted(now.buffers - self.buffers):
             yield f"buffer {name} was added since the step was made: {_NEW}"
         if now.autocast != self.autocast:
@@ -154,6 +158,13 @@ class Facts:
                     f"the optimizer's {key} (group {group}) changed from {before} to {after}: it is a constant of the "
                     "step; only lr may change (for OneCycleLR: cycle_momentum=False)"
                 )
+
+
+def _named(place: ModulePlace) -> str:
+    owner, path = place
+    if not path:
+        return "the module" if owner == "model" else "the loss"
+    return f"module {path!r}" + ("" if owner == "model" else " of the loss")
 
 
 def _autocast(device: str) -> torch.dtype | None:

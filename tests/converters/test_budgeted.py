@@ -452,6 +452,43 @@ def test_changes_that_a_step_cannot_follow_are_refused(match):
         before.check(Facts.of(model, (optimizer,), {(0, 0, "lr")}))
 
 
+CHANGES_OF_LOSS = {
+    r"the loss is not in the mode .*: call loss.eval\(\)": lambda loss: loss.train(),
+    r"module '1' of the loss is not .*: call loss.get_submodule\('1'\).eval\(\)": lambda loss: loss[1].train(),
+    "module '0' of the loss was replaced": lambda loss: loss.__setitem__(0, nn.Dropout(0.1)),
+    "module '2' of the loss was added": lambda loss: loss.append(nn.Tanh()),
+    "hooks on module '1' of the loss": lambda loss: loss[1].register_forward_hook(lambda *given: 2 * given[2]),
+}
+
+
+@pytest.mark.parametrize("match", CHANGES_OF_LOSS)
+def test_changes_of_a_loss_that_is_a_module_are_refused(match):
+    model, optimizer = changing()
+    loss = nn.Sequential(nn.Dropout(), nn.Dropout()).eval()
+    before = Facts.of(model, (optimizer,), set(), loss=loss)
+    before.check(Facts.of(model, (optimizer,), set(), loss=loss))
+    CHANGES_OF_LOSS[match](loss)
+    with pytest.raises(UsageError, match=match):
+        before.check(Facts.of(model, (optimizer,), set(), loss=loss))
+
+
+def test_a_step_sees_the_mode_of_its_loss():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.noise = nn.Dropout()
+
+        def forward(self, made, target):
+            return nn.functional.mse_loss(self.noise(made), target)
+
+    model, loss, batch = nn.Linear(6, 2), Noisy(), (torch.randn(8, 6), torch.randn(8, 2))
+    step = budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch)
+    step(batch)
+    loss.eval()
+    with pytest.raises(UsageError, match="the loss is not in the mode of the step"):
+        step(batch)
+
+
 def test_autocast_around_the_step_stays_as_it_was():
     model, optimizer = changing()
     without = Facts.of(model, (optimizer,), {(0, 0, "lr")})
