@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -391,6 +392,10 @@ ENDS = {
         lambda x: x * F.embedding_bag(torch.arange(4), ROWS, BAGS, mode="sum", include_last_offset=True),
         torch.ones(1),  # torch's gradient of the table reads memory that it has not written
     ),
+    "bags_beside_one_that_is_infinite": (
+        lambda x: F.embedding_bag(torch.arange(4), x, torch.tensor([0, 2, 2])),  # the one in the middle is empty
+        torch.tensor([[torch.inf, 1.0], [2.0, torch.nan], [3.0, 4.0], [5.0, 6.0]]),
+    ),
     "sums_of_no_exponential": (lambda x: x.logcumsumexp(0)[[0, 1, 3]], torch.tensor([1.0, -torch.inf, -torch.inf, 2])),
     "a_sum_of_one_exponential": (lambda x: x.logcumsumexp(0), torch.tensor(3.0)),
     "padded_targets_and_speech_without_frames": (
@@ -411,6 +416,20 @@ ENDS = {
     )
     for padding in ("zeros", "border")
 }  # fmt: skip
+
+
+def test_bags_take_no_number_for_each_index_and_bag():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, index, offsets):
+            return F.embedding_bag(index, self.rows, offsets).sum()
+
+    step = export_training_step(Bag(), (torch.arange(33) % 5, torch.arange(0, 33, 3)))
+    shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in step.graph.value_info]
+    assert shapes and max(map(math.prod, shapes)) < 33 * 11
 
 
 def test_values_and_gradients_at_the_ends_of_what_a_function_reads_are_torchs():

@@ -50,13 +50,14 @@ def embedding_bag(
         if mode == "max":
             return rows.max(1).values
         return rows.sum(1) if mode == "sum" else rows.mean(1)
-    # rows x bags: does the row lie in the bag, or in a later one?
-    bag = (torch.arange(input.numel()).unsqueeze(0) >= offsets.unsqueeze(1)).to(weight.dtype)
+    offsets = offsets.long()
     if not include_last_offset:
-        bag = torch.cat([bag, bag.new_zeros([1, bag.shape[1]])])
-    inside = bag[:-1] - bag[1:]
-    made = inside @ rows
-    return made if mode == "sum" else made / inside.sum(1, keepdim=True).clamp(min=1)
+        offsets = torch.cat([offsets, offsets.new_full([1], input.numel())])
+    # The bag of a row is the number of offsets up to it, less one; rows behind the last offset have one more.
+    begun = offsets.new_zeros([input.numel() + 1]).scatter_add(0, offsets, torch.ones_like(offsets))
+    bag = begun.cumsum(0)[:-1] - 1
+    made = rows.new_zeros([offsets.numel(), rows.shape[1]]).index_add(0, bag, rows)[:-1]
+    return made if mode == "sum" else made / offsets.diff().clamp(min=1).unsqueeze(1).to(made.dtype)
 
 
 def embedding(
