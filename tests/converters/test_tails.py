@@ -396,6 +396,11 @@ ENDS = {
         lambda x: F.embedding_bag(torch.arange(4), x, torch.tensor([0, 2, 2])),  # the one in the middle is empty
         torch.tensor([[torch.inf, 1.0], [2.0, torch.nan], [3.0, 4.0], [5.0, 6.0]]),
     ),
+    "median_of_nan": (lambda x: x.median(), torch.tensor([3.0, torch.nan, 1.0, 2.0, 0.0])),
+    "medians_of_nan": (
+        lambda x: x.median(1, keepdim=True).values,
+        torch.tensor([[3.0, torch.nan, 1.0, torch.nan], [3.0, 2.0, 1.0, 4.0]]),
+    ),
     "sums_of_no_exponential": (lambda x: x.logcumsumexp(0)[[0, 1, 3]], torch.tensor([1.0, -torch.inf, -torch.inf, 2])),
     "a_sum_of_one_exponential": (lambda x: x.logcumsumexp(0), torch.tensor(3.0)),
     "padded_targets_and_speech_without_frames": (

@@ -206,7 +206,7 @@ def bucketize(
 
 @rule(aten.median.default)
 def median_of_all(x: torch.Tensor) -> torch.Tensor:
-    """The lower of the two in the middle."""
+    """The lower of the two in the middle; NaN if there is one."""
     return median(x.flatten(), 0)[0]
 
 
@@ -221,8 +221,13 @@ def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> t
 
 @rule(aten.median.dim)
 def median(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lower of the two in the middle."""
-    return kthvalue(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
+    """The lower of the two in the middle; the first NaN if there is one."""
+    value, index = kthvalue(x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
+    if not x.dim() or not x.is_floating_point():
+        return value, index
+    lost = x.isnan()
+    has_lost, first = lost.any(dim, keepdim), lost.to(torch.int32).argmax(dim, keepdim)
+    return torch.where(has_lost, math.nan, value), torch.where(has_lost, first, index)
 
 
 @rule(aten.prod.dim_int)
