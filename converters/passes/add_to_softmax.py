@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -56,7 +57,7 @@ def add_to_softmax(model: ir.Model) -> None:
     tape = after.tape
     for node in after.nodes:
         for m, rest, p in _differences(node):
-            found = _scattered(m)
+            found = _scattered(m, {})
             if (
                 found is None
                 or m.dtype not in _KINDS
@@ -106,14 +107,26 @@ def _factors(product: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
         yield from ((a, b), (b, a))
 
 
-def _scattered(value: ir.Value | None) -> _Scattered | None:
-    """Return a value as `_Scattered`; None if it is not zero except for one entry in each row."""
+_Known: TypeAlias = dict[ir.Value | None, _Scattered | None]
+
+
+def _scattered(value: ir.Value | None, known: _Known) -> _Scattered | None:
+    """Return a value as `_Scattered`; None if it is not zero except for one entry in each row.
+
+    `known` has what was found before: ways through the factors of a repeated square double with each.
+    """
+    if value not in known:
+        known[value] = _found(value, known)
+    return known[value]
+
+
+def _found(value: ir.Value | None, known: _Known) -> _Scattered | None:
     node = value.producer() if value is not None and value.shape is not None else None
     if value is None or node is None or node.domain:
         return None
     if node.op_type == "Mul":
         for inner, factor in _factors(value):
-            found = _scattered(inner)
+            found = _scattered(inner, known)
             if found is not None and found.factor is None and dims(inner) == dims(value):
                 one = (*dims(value)[: found.axis], 1, *dims(value)[found.axis + 1 :])
                 entries = dims(found.entries)
@@ -121,7 +134,7 @@ def _scattered(value: ir.Value | None) -> _Scattered | None:
                     return _Scattered(found.axis, found.places, found.entries, factor)
         return None
     if node.op_type in ("Reshape", "Squeeze", "Unsqueeze"):
-        return _reshaped(node.inputs[0], dims(value))
+        return _reshaped(node.inputs[0], dims(value), known)
     if node.op_type != "ScatterElements":
         return None
     zeros, places, filling = node.inputs
@@ -136,9 +149,9 @@ def _scattered(value: ir.Value | None) -> _Scattered | None:
     return _Scattered(axis, places, filling, None)
 
 
-def _reshaped(source: ir.Value | None, shape: Dims) -> _Scattered | None:
+def _reshaped(source: ir.Value | None, shape: Dims, known: _Known) -> _Scattered | None:
     """Return a reshaped value as `_Scattered`, if only axes of size 1 were added or removed; None otherwise."""
-    found = _scattered(source)
+    found = _scattered(source, known)
     if source is None or found is None or dims(source)[found.axis] == 1:
         return None
     before, after = ([i for i, d in enumerate(each) if d != 1] for each in (dims(source), shape))

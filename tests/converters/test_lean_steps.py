@@ -43,6 +43,24 @@ def language(weight=None, **loss) -> onnx.ModelProto:
     return export_training_step(model, batch, lambda y, t: F.cross_entropy(y, t, weight, **loss))
 
 
+def test_factors_are_looked_at_once_each():
+    """A number that is squared forty times has a million millions of ways through its factors."""
+
+    class Squared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            w = self.w
+            for _ in range(40):
+                w = w * w
+            return (x - w).square().mean()
+
+    made = export_training_step(Squared(), torch.zeros(4), check=False)
+    assert count(made, "ScatterElements") == 0
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_cross_entropy_takes_two_matrices_as_large_as_its_logits_at_most(reduction):
     original = begin(language(reduction=reduction), {"run_by": "loop"})
