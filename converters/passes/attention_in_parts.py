@@ -26,9 +26,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_remat.errors import UsageError
-from onnx_remat.messages import Setting
-
 from ..tape import Tape
 from ..values import replace, static
 from . import attention_masks
@@ -47,13 +44,6 @@ _LEAST_BLOCKS = 4
 """Blocks of rows by default, at least, where a mask hides keys: more save more of the scores."""
 _WORTH = 2
 """Only scores are divided whose rows and columns are longer than this many times the length of a query."""
-
-
-def checked(given: int | None) -> int | None:
-    """Return the argument; raise UsageError unless it is a number of parts or None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UsageError("{} is not a number of parts: use an integer of 1 or more", Setting("attention_parts", given))
-    return given
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.PHASES, Fact.LEAN])

@@ -23,9 +23,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_remat.errors import UsageError
-from onnx_remat.messages import Setting
-
 from ..dims import Dim, Dims, dims, sizes
 from ..emit import Phase
 from ..tape import Tape
@@ -41,13 +38,6 @@ _MOST = 16
 _ALONG_ROWS = {"Softmax", "LogSoftmax"}
 _BY_INDEX = {"GatherElements", "ScatterElements"}
 _PRODUCTS = {"Gemm", "MatMul"}
-
-
-def checked(given: int | None) -> int | None:
-    """Return the argument; raise UsageError unless it is a number of parts or None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise UsageError("{} is not a number of parts: use an integer of 1 or more", Setting("loss_parts", given))
-    return given
 
 
 @rewrite(requires=[Fact.SHAPES, Fact.LEAN])

@@ -16,9 +16,9 @@ import torch
 
 from onnx_remat.errors import ConversionError, UsageError
 from onnx_remat.ir.metadata import INITIAL_KEY, set_entry
+from onnx_remat.messages import Setting
 
 from ..checks import agreement as checking
-from ..passes import attention_in_parts, loss_in_parts
 from . import optimizer_facts, reference, updates, verify
 from .batch import Batch
 from .conditions import Condition, failed
@@ -77,6 +77,14 @@ def step_of(
     )  # fmt: skip
     step.check_names()
     return step
+
+
+def checked_parts(loss_parts: int | None, attention_parts: int | None) -> tuple[int | None, int | None]:
+    """Return the arguments; raise UsageError unless each is a number of parts or None."""
+    for name, given in {"loss_parts": loss_parts, "attention_parts": attention_parts}.items():
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise UsageError("{} is not a number of parts: use an integer of 1 or more", Setting(name, given))
+    return loss_parts, attention_parts
 
 
 def traced(
@@ -221,7 +229,7 @@ def export_training_step(
     recipe = Recipe(clip_norm, clip_value, accumulate, average, None if scaler is None else Scaling.of(scaler))
     step = step_of(model, example_inputs, loss, optimizer_facts.each(optimizer), recipe, outputs)
     dynamic = dynamic_dims or {}
-    parts = loss_in_parts.checked(loss_parts), attention_in_parts.checked(attention_parts)
+    parts = checked_parts(loss_parts, attention_parts)
     graph, step = traced(step, opset, dynamic, feed=False)
     made = lower(graph, step.inputs, opset, dynamic, *parts)
     found = compare(made, step, graph, dynamic, distances=True) if check else None

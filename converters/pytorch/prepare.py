@@ -26,10 +26,9 @@ from onnx_remat.rewrite.report import Report
 from onnx_remat.units import Budget
 
 from .. import names, plan_cache, shares
-from ..passes import attention_in_parts, loss_in_parts
 from . import export_cache, optimizer_facts, updates
 from .arrays import tensor
-from .export import compare, finished, step_of, traced
+from .export import checked_parts, compare, finished, step_of, traced
 from .initial import initial_feeds
 from .living import Living
 from .lower import lower
@@ -68,7 +67,7 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
     parameters = dict(request.model.named_parameters())
     twins = tuple(_with_rates(user, parameters) for user in request.users)
     step = step_of(request.model, request.batch, request.loss, twins, request.recipe, request.outputs)
-    parts = loss_in_parts.checked(request.loss_parts), attention_in_parts.checked(request.attention_parts)
+    parts = checked_parts(request.loss_parts, request.attention_parts)
     request.progress("export", 0.0)
     graph, step = traced(step, OPSET, request.dynamic, feed=True)
     key = export_cache.key_of(graph, step, request)
