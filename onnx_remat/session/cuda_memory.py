@@ -179,6 +179,7 @@ def _loaded(maps: str) -> str:
 def check(status: int, what: str) -> None:
     """Raise ModelError where a call of the runtime failed; `what` the device could not do."""
     if status:
+        _runtime().cudaGetLastError()  # which later calls would report
         name = _runtime().cudaGetErrorName
         name.restype = ctypes.c_char_p
         raise ModelError(f"the CUDA device could not {what}: {name(status).decode()}")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.fuse import driver, shim
-from onnx_remat.session import heap, loading, on_device
+from onnx_remat.session import cuda_memory, heap, loading, on_device
 from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
 from onnx_remat.session.device_arrays import DeviceArray
@@ -268,6 +268,9 @@ class Session:
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
+            if self._device is not None:
+                with suppress(ModelError):  # what the step failed of says more
+                    cuda_memory.wait()  # for copies that have begun: they read and write what the next call does
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
             hint = on_device.what_to_do_if_full(self._limit) if full else ""
             raise ModelError("onnxruntime failed during the step: {}{}", loading.first_line(error), hint) from error

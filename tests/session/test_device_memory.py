@@ -203,6 +203,21 @@ def test_advice_on_a_full_device_names_a_limit_only_where_there_is_one(runtime, 
         session.run({"w": ones(3), "x": ones()})
 
 
+def test_copies_of_a_step_that_failed_end_before_the_next_call(runtime, session, monkeypatch):
+    """A copy to the host that has begun would overwrite the state that is given then."""
+
+    class Fails:
+        def run_with_iobinding(self, _):
+            raise RuntimeError("CUDA failure 700")
+
+    def run():
+        with pytest.raises(ModelError, match=r"failed during the step: CUDA failure 700$"):
+            session.run({"w": ones(3), "x": ones()})
+
+    monkeypatch.setattr(session, "_session", Fails())
+    assert calls_of(runtime, run)[-2:] == ["run", "wait"]
+
+
 def test_a_limit_below_slab_and_inputs_is_named_as_a_setting(session):
     with pytest.raises(UsageError, match=r"memory_limit=10 is below the \d+ bytes of .*: raise it") as caught:
         on_device.scratch_limit(session._step, 10)
@@ -210,7 +225,6 @@ def test_a_limit_below_slab_and_inputs_is_named_as_a_setting(session):
 
 
 def test_advice_on_a_full_host_fits_what_is_to_lie_there(runtime, monkeypatch):
-    monkeypatch.setattr(runtime, "cudaGetLastError", lambda: 0, raising=False)
     monkeypatch.setattr(runtime, "cudaHostAlloc", lambda *_: 2, raising=False)
     with pytest.raises(ModelError, match=r"no 1\.0 MB of memory for what is moved there: plan without offload_state="):
         cuda_memory.HostBlock(1 << 20)

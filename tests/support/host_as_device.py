@@ -58,6 +58,9 @@ class Runtime:
         self._called("wait")
         return 0
 
+    def cudaGetLastError(self) -> int:
+        return 0
+
     def cudaGetDevice(self, found: Any) -> int:
         found._obj.value = self.current
         return 0
