@@ -62,7 +62,8 @@ class Session:
     cuda_graph : bool or None
         Capture the step in a CUDA graph when the session opens, on inputs of zeros, and replay it: the host then
         launches one graph per step instead of every kernel. Refused for a step that draws random numbers, and for
-        others that a graph cannot hold; with None they run without one.
+        others that a graph cannot hold; with None they run without one. Open it before other threads use the device:
+        during a capture it refuses, in every thread, what allocates and what waits.
     check : bool
         First run the step on random values, with `Session` and with onnxruntime's own session, each in a separate
         process, and compare every output: bit for bit at level "disable", within rounding at the others. This
