@@ -49,7 +49,7 @@ def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
         why = f"output {loose[0]!r} is not in the slab"
     elif step.read_on_host:
         why = f"input {step.read_on_host!r} is read in host memory: a graph would replay its first value"
-    elif step.on_host:
+    elif step.moved_in_turn:
         why = "values are moved to the host on the kernels' stream, which a graph cannot contain"
     elif step.defaults:
         why = f"input {step.defaults[0]!r} has a default value, which a graph would replay for every input"

@@ -143,8 +143,8 @@ class SessionPlan:
         Execution providers of ONNX Runtime's session.
     random : str
         A node that draws random numbers, empty if there is none.
-    on_host : int
-        Peak of bytes moved to the host.
+    moved_in_turn : int
+        Peak of bytes moved to the host on the stream of the kernels; copies alongside them move none of these.
     state_on_host : mapping of str to int
         Inputs that lie on the host between steps, and their offsets in that memory.
     read_on_host : str
@@ -171,7 +171,7 @@ class SessionPlan:
     nodes: int
     execution_providers: tuple[str, ...]
     random: str
-    on_host: int
+    moved_in_turn: int
     state_on_host: Mapping[str, int]
     read_on_host: str
     books: int
@@ -416,7 +416,7 @@ def plan(step: model_io.Model, target: Path, request: SessionRequest) -> Session
         nodes=len(program.steps),
         execution_providers=made.compiled.kernels.execution_providers,
         random=next((s.label for s in program.steps if semantics(s.node.domain, s.node.op_type).random), ""),
-        on_host=offsets.kept_on_host(program),
+        moved_in_turn=offsets.kept_on_host(program),
         read_on_host=_read_on_host(program),
         books=bookkeeping(made),
         in_turn=overlap.why_in_turn(made) if request.secret else "",
