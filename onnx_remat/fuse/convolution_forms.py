@@ -20,6 +20,7 @@ from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.layouts import Layout, Wanted, equal, flat, plain, reshaped
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
+from onnx_remat.ir.opsets import is_op
 
 _IN_ORDER = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 """Ops that leave a value's elements in their order."""
@@ -65,7 +66,7 @@ class Steps:
         if name not in self.at:
             return None
         node = self.ordered.steps[self.at[name]].node
-        return node if node.op_type in ops and node.domain in ("", "ai.onnx") else None
+        return node if is_op(node, *ops) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.ordered.tensors[name].shape)
@@ -118,7 +119,7 @@ class Steps:
             if flat(layout) == flat(wanted):
                 return name
             node = self.only_reader(name)
-            if node is None or node.op_type not in ("Transpose", *_IN_ORDER) or node.domain:
+            if node is None or not is_op(node, "Transpose", *_IN_ORDER):
                 return None
             layout, name = self._moved(node, layout), node.output[0]
         return None
@@ -189,7 +190,7 @@ def single(steps: Steps) -> Iterator[Found]:
     for step in steps.ordered.steps:
         node = step.node
         fused = node.op_type == "FusedConv" and node.domain == "com.microsoft"
-        if not (fused or (node.op_type in ("Conv", "ConvTranspose") and not node.domain)) or not _has_pads(node):
+        if not (fused or is_op(node, "Conv", "ConvTranspose")) or not _has_pads(node):
             continue
         reads = tuple(name for name in node.input if name)
         forward, activation = node.op_type != "ConvTranspose", _activation(node)
@@ -225,9 +226,9 @@ def weight_gradients(steps: Steps) -> Iterator[Found]:
     for step in steps.ordered.steps:
         node = step.node
         found = None
-        if node.op_type == "Conv" and not node.domain and len(node.input) == 2 and _has_pads(node):
+        if is_op(node, "Conv") and len(node.input) == 2 and _has_pads(node):
             found = _swapped(steps, node)
-        elif node.op_type == "Concat" and not node.domain:
+        elif is_op(node, "Concat"):
             found = _by_entry(steps, node)
         if found is not None:
             yield found
@@ -253,7 +254,7 @@ def _swapped(steps: Steps, node: onnx.NodeProto) -> Found | None:
     if x is None or g is None or steps.shape(x)[:2] != (batch, group * each):
         return None
     name = node.output[0]
-    while (reader := steps.only_reader(name)) is not None and reader.op_type == "Slice" and not reader.domain:
+    while (reader := steps.only_reader(name)) is not None and is_op(reader, "Slice"):
         name = reader.output[0]  # entries that no window reads
     kernel = steps.shape(name)[2:]
     if not _cropped(steps, node.output[0], name):

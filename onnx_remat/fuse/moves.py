@@ -15,6 +15,8 @@ import onnx
 
 from onnx_remat.fuse import spaces
 from onnx_remat.fuse.spaces import Steps
+from onnx_remat.ir.graph import attributes
+from onnx_remat.ir.opsets import is_op
 from onnx_remat.ir.shapes import Tensor
 
 MOVES: Final = frozenset({"Expand", "Slice", "Split", "Transpose"})
@@ -64,10 +66,10 @@ def move_of(
     integers : mapping of str to tuple of int
         Known vectors of integers.
     """
-    if node.domain not in ("", "ai.onnx") or node.op_type not in MOVES:
+    if not is_op(node, *MOVES):
         return None
     shape, result = tensors[node.input[0]].shape, tensors[made].shape
-    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    values = attributes(node)
     strides = spaces.full(shape)
     if node.op_type == "Transpose":
         order = values.get("perm") or range(len(shape))[::-1]

@@ -18,6 +18,7 @@ from onnx_remat.fuse.moves import Piece
 from onnx_remat.fuse.ops import may_fuse
 from onnx_remat.fuse.ordered import OrderedStep, Runs
 from onnx_remat.fuse.shim import DEVICE_OP, DOMAIN, OP
+from onnx_remat.ir.opsets import is_op
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -100,7 +101,7 @@ def _in_pieces(ordered: OrderedStep, places: Sequence[int]) -> tuple[OrderedStep
     def pieces(step: Runs) -> list[str]:
         """Return the outputs of a Split that nodes read; none if it stays as it is."""
         node, tensors = step.node, ordered.tensors
-        if node.op_type != "Split" or node.domain not in ("", "ai.onnx"):
+        if not is_op(node, "Split"):
             return []
         read = [name for name in step.writes if uses.users[name] or name in ordered.outputs]
         names = [node.input[0], *read]

@@ -19,6 +19,9 @@ from onnx_remat.fuse.code import BFLOAT, BOOL, DOUBLE, FLOAT, HALF, INT, KINDS, 
 from onnx_remat.fuse.functions import logarithm
 from onnx_remat.fuse.moves import MOVES
 from onnx_remat.fuse.rows import ROWS
+from onnx_remat.ir.opsets import STANDARD_DOMAINS, is_op
+
+_STANDARD: Final = frozenset(STANDARD_DOMAINS)
 
 FLOATS: Final = frozenset({FLOAT, DOUBLE, HALF, BFLOAT})
 NUMBERS: Final = FLOATS | {INT, LONG}
@@ -89,7 +92,7 @@ class Op:
     attributes: frozenset[str] = frozenset()
     logical: bool = False
     exact: bool = True
-    domains: frozenset[str] = frozenset({"", "ai.onnx"})
+    domains: frozenset[str] = _STANDARD
 
 
 def _is_float(register: str) -> bool:
@@ -315,9 +318,6 @@ def _quick_gelu(code: Code, kind: str, a: list[str], call: Call) -> str:
     return code.new(f"fmul {kind} {a[0]}, {grown}")
 
 
-_STANDARD: Final = frozenset({"", "ai.onnx"})
-
-
 def _inexact(emit: Emit, attribute: str = "", domains: frozenset[str] = _STANDARD) -> Op:
     attributes = frozenset({attribute} if attribute else ())
     return Op(frozenset({FLOAT}), emit, attributes=attributes, exact=False, domains=domains)
@@ -379,7 +379,7 @@ VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueez
 def may_fuse(node: onnx.NodeProto) -> bool:
     """Return whether a node may be part of a kernel, its types and shapes aside."""
     op = OPS.get(node.op_type)
-    return node.domain in op.domains if op else node.op_type in ROWS | MOVES and node.domain in _STANDARD
+    return node.domain in op.domains if op else is_op(node, *ROWS, *MOVES)
 
 
 def is_exact(node: onnx.NodeProto) -> bool:

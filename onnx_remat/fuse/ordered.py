@@ -11,6 +11,7 @@ from typing import Protocol
 import onnx
 
 from onnx_remat.fuse.ops import VIEWS
+from onnx_remat.ir.opsets import is_op
 from onnx_remat.ir.shapes import Tensor
 
 
@@ -96,7 +97,7 @@ def views(ordered: OrderedStep) -> frozenset[str]:
     """Return the values that are others in another shape; any other value in foreign memory may be written there."""
     found: set[str] = set()
     for step in ordered.steps:
-        if step.node.op_type in VIEWS and not step.node.domain and step.node.output[0] in ordered.root:
+        if is_op(step.node, *VIEWS) and step.node.output[0] in ordered.root:
             viewed = step.node.input[0]
             if viewed not in ordered.root or viewed in found:
                 found.add(step.node.output[0])
@@ -146,5 +147,4 @@ class Uses:
     def made_by(self, name: str, op: str) -> int:
         """Return the place of the node with this operator that makes a value, -1 if there is none."""
         place = self.maker.get(self.root(name), -1)
-        node = self.ordered.steps[place].node if place >= 0 else None
-        return place if node is not None and node.op_type == op and node.domain in ("", "ai.onnx") else -1
+        return place if place >= 0 and is_op(self.ordered.steps[place].node, op) else -1

@@ -14,6 +14,7 @@ from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.cuda import DECLARATIONS, THREADS, thread_of
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep
+from onnx_remat.ir.opsets import is_op
 
 MOST_ELEMENTS = 1 << 31
 """Indices have 32 bits."""
@@ -31,7 +32,7 @@ def find(ordered: OrderedStep) -> list[Replacement]:
 
 
 def _pad_of(ordered: OrderedStep, place: int, node: onnx.NodeProto) -> Replacement | None:
-    if node.op_type != "Pad" or node.domain not in ("", "ai.onnx") or len(node.input) < 2:
+    if not is_op(node, "Pad") or len(node.input) < 2:
         return None
     if any(each.name == "mode" and each.s != b"constant" for each in node.attribute) or any(node.input[3:]):
         return None

@@ -11,11 +11,12 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
-import onnx
 
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, grain, loaded
 from onnx_remat.fuse.ordered import OrderedStep, Runs, Uses
+from onnx_remat.ir.graph import attributes
+from onnx_remat.ir.opsets import is_op
 
 OLDEST_RUNTIME = (1, 29)
 """Oldest ONNX Runtime with the bits of the kernel of MaxPool."""
@@ -34,9 +35,9 @@ def find(ordered: OrderedStep) -> list[Replacement]:
 
 def _pool(uses: Uses, place: int, step: Runs) -> Replacement | None:
     node, tensors = step.node, uses.ordered.tensors
-    if node.op_type != "MaxPool" or node.domain not in ("", "ai.onnx") or len(step.writes) != 2:
+    if not is_op(node, "MaxPool") or len(step.writes) != 2:
         return None
-    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    values = attributes(node)
     known = [tensors[name] for name in (node.input[0], *node.output)]
     if [each.dtype for each in known] != [FLOAT, FLOAT, LONG] or any(len(each.shape) != 4 for each in known):
         return None
@@ -71,9 +72,9 @@ def _has_empty_window(size: int, made: int, kernel: int, stride: int, dilation: 
 
 def _sum(uses: Uses, place: int, step: Runs) -> Replacement | None:
     node, tensors, constants = step.node, uses.ordered.tensors, uses.ordered.constants
-    if node.op_type != "ScatterElements" or node.domain not in ("", "ai.onnx"):
+    if not is_op(node, "ScatterElements"):
         return None
-    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    values = attributes(node)
     data, index, more, made = (tensors[name] for name in (*node.input, node.output[0]))
     if values.get("reduction") != b"add" or values.get("axis", 0) not in (1, -1) or len(made.shape) != 2:
         return None

@@ -19,6 +19,8 @@ from onnx_remat.fuse.code import FLOAT
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, loaded
 from onnx_remat.fuse.members import MOST_RANK
 from onnx_remat.fuse.ordered import OrderedStep
+from onnx_remat.ir.graph import attributes
+from onnx_remat.ir.opsets import is_op
 from onnx_remat.ir.shapes import Tensor
 
 LEAST_WORK = 1 << 27
@@ -71,15 +73,12 @@ def find(ordered: OrderedStep) -> list[Replacement]:
 
 def product_of(node: onnx.NodeProto, tensors: Mapping[str, Tensor]) -> Product | None:
     """Return the product that a node computes, None if it is none or better left to ONNX Runtime."""
-    if node.op_type not in ("MatMul", "Gemm", "FusedMatMul") or node.domain not in ("", "ai.onnx", "com.microsoft"):
+    if not (is_op(node, "MatMul", "Gemm") or (node.domain, node.op_type) == ("com.microsoft", "FusedMatMul")):
         return None
-    values = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    values = attributes(node)
     left, right = bool(values.pop("transA", 0)), bool(values.pop("transB", 0))
     inputs = [name for name in node.input if name]
-    if any(value != 1.0 for name, value in values.items() if name in ("alpha", "beta")) or set(values) - {
-        "alpha",
-        "beta",
-    }:
+    if not values.keys() <= {"alpha", "beta"} or any(value != 1.0 for value in values.values()):
         return None
     known = [tensors[name] for name in (*inputs, node.output[0])]
     a, b, *rest = known

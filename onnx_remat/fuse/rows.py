@@ -17,6 +17,8 @@ from typing import Final
 import onnx
 
 from onnx_remat.fuse.code import FLOAT
+from onnx_remat.ir.graph import attributes
+from onnx_remat.ir.opsets import is_op
 
 LEAST_COLUMNS = 8
 """Least elements of a row: a row costs a few dozen instructions besides its elements'."""
@@ -100,9 +102,9 @@ def row_of(
     integers : mapping of str to tuple of int
         Known vectors of integers.
     """
-    if node.op_type not in ROWS or node.domain or dtype != FLOAT or len(node.output) != 1 or not shape:
+    if not is_op(node, *ROWS) or dtype != FLOAT or len(node.output) != 1 or not shape:
         return None
-    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    values = attributes(node)
     rank = len(shape)
     if node.op_type in REDUCTIONS:
         stated = values.get("axes")

@@ -15,6 +15,8 @@ import onnx
 from onnx_remat.fuse.code import FLOAT, LONG
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement, loaded
 from onnx_remat.fuse.ordered import OrderedStep
+from onnx_remat.ir.graph import attributes
+from onnx_remat.ir.opsets import is_op
 
 LEAST_COLUMNS = 8
 """Least elements of a row: below, its index is no burden."""
@@ -56,9 +58,9 @@ def find(ordered: OrderedStep) -> list[Replacement]:
 
 
 def _adds_rows(node: onnx.NodeProto) -> bool:
-    if node.op_type != "ScatterElements" or node.domain:
+    if not is_op(node, "ScatterElements"):
         return False
-    values = {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+    values = attributes(node)
     return values == {"axis": 0, "reduction": b"add"} or values == {"reduction": b"add"}
 
 

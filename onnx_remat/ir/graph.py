@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial, wraps
 from sys import intern
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import networkx as nx
 import onnx
@@ -243,7 +243,7 @@ def constants(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return stated | {node.output[0]: tensor for node, tensor in given if tensor is not None}
 
 
-def attributes(node: onnx.NodeProto) -> dict[str, object]:
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """Return a node's attributes as Python values, without bodies."""
     return {
         a.name: onnx.helper.get_attribute_value(a)

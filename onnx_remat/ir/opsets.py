@@ -19,6 +19,15 @@ def canonical(domain: str) -> str:
     return STANDARD if domain in STANDARD_DOMAINS else domain
 
 
+def is_op(node: onnx.NodeProto, *ops: str) -> bool:
+    """Whether a node is one of some standard operators.
+
+    >>> is_op(onnx.helper.make_node("Exp", ["x"], ["y"], domain="ai.onnx"), "Exp", "Log")
+    True
+    """
+    return node.op_type in ops and node.domain in STANDARD_DOMAINS
+
+
 def opsets_of(model: onnx.ModelProto) -> dict[str, int]:
     """Return the versions of the domains that a model imports, by canonical name.
 

@@ -181,7 +181,7 @@ def _is_absorbed(compiled: Compiled, op: Op) -> bool:
     """
     if op.kind != (STANDARD, "Transpose"):
         return False
-    perm = list(attributes(op.node).get("perm", ()))  # type: ignore[call-overload]
+    perm = list(attributes(op.node).get("perm", ()))
     last = len(perm) - 1
     if last < 1 or perm != [*range(last - 1), last, last - 1]:
         return False
