@@ -1,4 +1,4 @@
-"""The kernels of a lean graph in a file beside it: compiled when a step is planned, offered when it is loaded."""
+"""The kernels of a lean graph in a file next to it: compiled when a step is planned, offered when it is loaded."""
 
 from __future__ import annotations
 
