@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -154,15 +155,15 @@ def runs_when_due(compiled: Compiled, op: Op) -> bool:
 def counted(compiled: Compiled, state: bool = True) -> Compiled:
     """Return a device's step whose values on the host take no bytes, nor `state` there, and its copies no time."""
     graph, problem = compiled.graph, compiled.problem
-    ours = [op for op in graph.ops if is_copy(op) and (state or not copies_state(compiled, op))]
-    if not ours or compiled.kernels.device == "cpu":
+    copies = [op for op in graph.ops if is_copy(op) and (state or not copies_state(compiled, op))]
+    names = {_on_host(op) for op in copies}
+    if not names or compiled.kernels.device == "cpu":
         return compiled
-    names = {_on_host(op) for op in ours}
     tensors = dict(compiled.tensors)
     for name in names:
-        tensors[name] = replace(tensors[name], shape=(0,), nbytes=0, symbolic=(0,))
+        tensors[name] = replace(tensors[name], nbytes=0)
     seconds = problem.cost.tolist()
-    for op in ours:
+    for op in copies:
         seconds[op.index] = 0.0
     table = replace(
         compiled.table,
@@ -171,7 +172,8 @@ def counted(compiled: Compiled, state: bool = True) -> Compiled:
         ),
     )
     found = compile_problem(graph, tensors, table, compiled.kernels, seconds, problem.phase.tolist())
-    return replace(compiled, tensors=tensors, table=table, problem=found)
+    there = np.array([name in names for name in graph.values], np.bool_)  # in no buffer of the device
+    return replace(compiled, tensors=tensors, table=table, problem=replace(found, poolable=found.poolable & ~there))
 
 
 def when_due(compiled: Compiled, order: Sequence[int]) -> list[int]:

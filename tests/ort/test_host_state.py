@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from onnx import TensorProto, helper
 
 from onnx_remat.ir import model_io
 from onnx_remat.ort.host_state import counted, movable_state, own_state, when_due, with_state_on_host
@@ -115,3 +116,14 @@ def test_many_states_in_a_long_step_take_little_time():
     began = time.process_time()
     assert len(with_state_on_host(source, state).model.graph.node) == len(nodes) + 2 * count
     assert time.process_time() - began < 1.0
+
+
+def test_what_lies_on_the_host_keeps_its_shape_and_takes_no_buffer_of_the_device():
+    nodes = [MAKE("Exp", ["w"], ["e"]), MAKE(DOWN, ["e"], ["home"]), MAKE(UP, ["home"], ["back"])]
+    stated = [helper.make_tensor_value_info("home", TensorProto.FLOAT, [8])]
+    nodes.append(MAKE("Mul", ["back", "w"], ["new.w"]))
+    compiled = prepare(model_of(nodes, {"w": [8]}, {"new.w": [8]}, value_info=stated), ON_CUDA)
+    found = counted(compiled)
+    home = list(compiled.graph.values).index("home")
+    assert found.tensors["home"].shape == (8,) == found.tensors["home"].symbolic
+    assert compiled.problem.poolable[home] and not found.problem.poolable[home]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from onnx_remat import rewrite_model
 from onnx_remat.errors import BudgetInfeasibleError, UsageError
@@ -20,6 +20,7 @@ from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule, check_schedule
 from onnx_remat.options import parse_options
 from onnx_remat.ort import moves
+from onnx_remat.ort.host_state import counted
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.plan.request import Deadline
@@ -84,6 +85,26 @@ def test_a_file_with_moves_is_planned_with_them_on_the_host(moved):
     original = begin(moved[1].model, {**DEVICE, "costs": "t4"})
     peak = as_it_is(Goal(original.taken, original.memory)).timeline.peak
     assert peak < 1.3 * original.footprint.total
+
+
+def test_a_file_that_is_written_again_states_the_shapes_of_what_is_on_the_host():
+    """An empty one, as of a value without bytes, would let its copies copy nothing."""
+    nodes = [make("Exp", ["x"], ["e"]), make(moves.DOWN, ["e"], ["home"]), make(moves.UP, ["home"], ["back"])]
+    stated = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8]) for name in ("e", "home", "back")]
+    model = model_of([*nodes, make("Neg", ["back"], ["y"])], {"x": [8]}, {"y": [8]}, value_info=stated)
+    compiled = counted(prepared(model))
+    written = realize(compiled, Schedule((0, 1, 2, 3)), 1 << 20, {}).model
+    shapes = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in written.graph.value_info}
+    assert shapes == {"e": [8], "home": [8], "back": [8]}
+
+
+def test_copies_for_a_convolution_on_the_host_are_no_moves():
+    nodes = [
+        make(moves.DOWN, ["x"], ["down"]), make("ConvTranspose", ["down", "k"], ["up"], pads=[0, 0, 1, 1]),
+        make(moves.UP, ["up"], ["there"]), make("Exp", ["there"], ["y"]),
+    ]  # fmt: skip
+    model = model_of(nodes, {"x": [1, 2, 4, 4], "k": [2, 2, 2, 2]}, {"y": [1, 2, 4, 4]})
+    assert begin(model, {**DEVICE, "costs": "t4"}).taken > 0
 
 
 @pytest.mark.slow
