@@ -22,7 +22,7 @@ import onnx
 from onnx import helper
 
 from onnx_remat.ir.body import rename_values
-from onnx_remat.ir.graph import INPUT, Op
+from onnx_remat.ir.graph import INPUT, Graph, Op
 from onnx_remat.ir.metadata import TAG
 from onnx_remat.ir.model_io import Source
 from onnx_remat.ir.naming import renewals
@@ -153,10 +153,13 @@ def runs_when_due(compiled: Compiled, op: Op) -> bool:
 
 
 def counted(compiled: Compiled, state: bool = True) -> Compiled:
-    """Return a device's step whose values on the host take no bytes, nor `state` there, and its copies no time."""
+    """Return a device's step whose values on the host take no bytes, nor `state` there, and its copies no time.
+
+    What other nodes read or make on the host keeps both: it is copied for ONNX Runtime's own kernels.
+    """
     graph, problem = compiled.graph, compiled.problem
     copies = [op for op in graph.ops if is_copy(op) and (state or not copies_state(compiled, op))]
-    names = {_on_host(op) for op in copies}
+    names = {name for name in map(_on_host, copies) if _only_copied(graph, name)}
     if not names or compiled.kernels.device == "cpu":
         return compiled
     tensors = dict(compiled.tensors)
@@ -164,7 +167,8 @@ def counted(compiled: Compiled, state: bool = True) -> Compiled:
         tensors[name] = replace(tensors[name], nbytes=0)
     seconds = problem.cost.tolist()
     for op in copies:
-        seconds[op.index] = 0.0
+        if _on_host(op) in names:
+            seconds[op.index] = 0.0
     table = replace(
         compiled.table,
         recomputable=tuple(
@@ -174,6 +178,12 @@ def counted(compiled: Compiled, state: bool = True) -> Compiled:
     found = compile_problem(graph, tensors, table, compiled.kernels, seconds, problem.phase.tolist())
     there = np.array([name in names for name in graph.values], np.bool_)  # in no buffer of the device
     return replace(compiled, tensors=tensors, table=table, problem=replace(found, poolable=found.poolable & ~there))
+
+
+def _only_copied(graph: Graph, name: str) -> bool:
+    """Do only copies read and make a value?"""
+    ops = [*graph.readers[name], *([graph.makers[name]] if name in graph.makers else [])]
+    return all(is_copy(graph.ops[op]) for op in ops)
 
 
 def when_due(compiled: Compiled, order: Sequence[int]) -> list[int]:

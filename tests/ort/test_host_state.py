@@ -127,3 +127,10 @@ def test_what_lies_on_the_host_keeps_its_shape_and_takes_no_buffer_of_the_device
     home = list(compiled.graph.values).index("home")
     assert found.tensors["home"].shape == (8,) == found.tensors["home"].symbolic
     assert compiled.problem.poolable[home] and not found.problem.poolable[home]
+
+
+def test_what_nodes_on_the_host_read_or_make_is_no_move():
+    """These copies are ONNX Runtime's own: for nodes without a kernel on the device."""
+    nodes = [MAKE(DOWN, ["x"], ["down"]), MAKE("Det", ["down"], ["up"]), MAKE(UP, ["up"], ["y"])]
+    compiled = prepare(model_of(nodes, {"x": [8, 2, 2]}, {"y": [8]}), ON_CUDA)
+    assert counted(compiled) is compiled
