@@ -232,7 +232,14 @@ class _Writer:
         node.input[:] = inputs
         rename_captures(node, {n: self._latest[n] for n in op.captured if self._latest[n] != n})
         self._name_outputs(node, here)
+        if self._comes_back(op):
+            self.back.append(node.output[0])
         self._made_at |= dict.fromkeys(node.output, len(self.nodes))
+
+    def _comes_back(self, op: Op) -> bool:
+        """Is an op a copy back to the device of what the graph itself moved to the host?"""
+        maker = self.graph.makers.get(op.inputs[0]) if op.node.op_type == UP else None
+        return maker is not None and self.graph.ops[maker].node.op_type == DOWN
 
     def _move(self, here: _Occurrence, there: bool) -> None:
         """Write a move, which copies a value back from the host; `there`: the previous step made the value.

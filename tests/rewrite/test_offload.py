@@ -14,7 +14,7 @@ from onnx_remat.errors import BudgetInfeasibleError, UsageError
 from onnx_remat.findings.check import check
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.explain import explain
-from onnx_remat.ir.metadata import MOVES_KEY
+from onnx_remat.ir.metadata import MOVES_KEY, entries
 from onnx_remat.measure import verify
 from onnx_remat.memory.buffers import simulate
 from onnx_remat.memory.problem import Schedule, check_schedule
@@ -87,7 +87,7 @@ def test_a_file_with_moves_is_planned_with_them_on_the_host(moved):
     assert peak < 1.3 * original.footprint.total
 
 
-def test_a_file_that_is_written_again_states_the_shapes_of_what_is_on_the_host():
+def test_a_file_that_is_written_again_states_what_is_on_the_host_and_its_shape():
     """An empty one, as of a value without bytes, would let its copies copy nothing."""
     nodes = [make("Exp", ["x"], ["e"]), make(moves.DOWN, ["e"], ["home"]), make(moves.UP, ["home"], ["back"])]
     stated = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [8]) for name in ("e", "home", "back")]
@@ -96,6 +96,7 @@ def test_a_file_that_is_written_again_states_the_shapes_of_what_is_on_the_host()
     written = realize(compiled, Schedule((0, 1, 2, 3)), 1 << 20, {}).model
     shapes = {v.name: [dim.dim_value for dim in v.type.tensor_type.shape.dim] for v in written.graph.value_info}
     assert shapes == {"e": [8], "home": [8], "back": [8]}
+    assert json.loads(entries(written)[MOVES_KEY]) == ["back"]
 
 
 def test_copies_for_a_convolution_on_the_host_are_no_moves():
