@@ -263,7 +263,9 @@ def test_parts_of_a_step_with_state_on_the_host_say_how_copies_of_it_run():
     model = with_state_on_host(Source(updated(momentum, "m"), None), {"m0": "new.m0"}).model
     said = Stated(1e9, "t4", 1)
     said.put(model)
-    assert Stated.of(split_step(model).update) == said
+    parts = split_step(model)
+    assert Stated.of(parts.update) == said
+    assert Stated.of(parts.gradients) is None  # it copies nothing
 
 
 def test_parts_of_a_rewritten_step_make_none_of_its_promises():

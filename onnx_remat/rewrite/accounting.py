@@ -20,6 +20,7 @@ from onnx_remat.options import Options
 from onnx_remat.ort import moves, runtime
 from onnx_remat.ort.executed import Executed
 from onnx_remat.ort.folded import with_folded_transposes
+from onnx_remat.ort.host_state import is_copy
 from onnx_remat.ort.kernels.costs import PRESETS
 from onnx_remat.ort.peaks import held
 from onnx_remat.ort.prepare import Compiled
@@ -372,11 +373,12 @@ class LoopMemory(Accounting):
 
     @property
     def may_copy(self) -> bool:
-        return self.copies(self.options.offload) is not None
+        return self.compiled.kernels.device != "cpu" and self.copies(self.options.offload) is not None
 
     def copies(self, moved: bool) -> Stated | None:
         """They run alongside kernels, if these are ours, where no more may be live."""
-        return self.stated(self.compiled, self.options) if moved or super().copies(moved) else None
+        before = super().copies(moved) is not None and any(map(is_copy, self.compiled.graph.ops))
+        return self.stated(self.compiled, self.options) if moved or before else None
 
     @staticmethod
     def stated(compiled: Compiled, options: Options) -> Stated:

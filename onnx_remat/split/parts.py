@@ -19,6 +19,7 @@ from onnx_remat.ir.metadata import COPIES_KEY, SHAPES_KEY, entries, is_of_a_plan
 from onnx_remat.ir.naming import GRADIENT
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.ir.state import rename
+from onnx_remat.ort.host_state import is_copy
 from onnx_remat.split.cut import find_cut
 from onnx_remat.split.edit import append
 from onnx_remat.split.whole import StepParts, descendants, needed
@@ -224,8 +225,11 @@ def _part(step: StepParts, ops: Sequence[Op], outputs: Sequence[str], title: str
     made = {name for op in ops for name in op.writes}
     model = onnx.ModelProto(ir_version=step.graph.model.ir_version, producer_name=step.graph.model.producer_name)
     model.opset_import.extend(step.graph.model.opset_import)
-    for prop in step.graph.model.metadata_props:  # a plan's metadata, such as its budget, describes the whole step
-        if prop.key in (SHAPES_KEY, COPIES_KEY) or not is_of_a_plan(prop.key):
+    # A plan's metadata, such as its budget, describes the whole step. So does what may be live while copies run: a part
+    # that copies keeps it, and takes no more than the step.
+    kept = {SHAPES_KEY, COPIES_KEY} if any(map(is_copy, ops)) else {SHAPES_KEY}
+    for prop in step.graph.model.metadata_props:
+        if prop.key in kept or not is_of_a_plan(prop.key):
             model.metadata_props.append(prop)
     part = model.graph
     part.name = f"{whole.name or 'graph'}.{title}"

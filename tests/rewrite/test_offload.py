@@ -32,6 +32,7 @@ from onnx_remat.rewrite.original import begin
 from onnx_remat.rewrite.pipeline import plan_model
 from onnx_remat.rewrite.plans import as_it_is
 from onnx_remat.session import lean_graph
+from onnx_remat.session.copies import Stated
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.units import Budget, format_bytes
 from onnx_remat.write.realize import realize
@@ -106,6 +107,17 @@ def test_copies_for_a_convolution_on_the_host_are_no_moves():
     ]  # fmt: skip
     model = model_of(nodes, {"x": [1, 2, 4, 4], "k": [2, 2, 2, 2]}, {"y": [1, 2, 4, 4]})
     assert begin(model, {**DEVICE, "costs": "t4"}).taken > 0
+
+
+def test_copies_are_planned_where_a_device_runs_some():
+    """What a file says of copies is no copy, and on the CPU a copy changes nothing."""
+    with_copies = [make(moves.DOWN, ["x"], ["home"]), make(moves.UP, ["home"], ["e"])]
+    plans = []
+    for nodes, provider in ((with_copies, "cuda"), (with_copies, "cpu"), ([make("Exp", ["x"], ["e"])], "cuda")):
+        model = model_of([*nodes, make("Neg", ["e"], ["y"])], {"x": [8]}, {"y": [8]})
+        Stated(1e9, "t4", 1).put(model)
+        plans.append(begin(model, {**DEVICE, "provider": provider}).memory.may_copy)
+    assert plans == [True, False, False]
 
 
 @pytest.mark.slow
