@@ -383,8 +383,8 @@ class LoopMemory(Accounting):
     @staticmethod
     def stated(compiled: Compiled, options: Options) -> Stated:
         """As `copies` of a file that has some, before there is an accounting."""
-        costs = options.costs if options.costs in PRESETS else compiled.kernels.costs
         before = None if options.copies else Stated.of(compiled.graph.model)
+        costs = options.costs if options.costs in PRESETS else (before and before.costs) or compiled.kernels.costs
         return Stated(before.bandwidth if before else options.link().bandwidth, costs, int(options.fuse))
 
     def prices_kernels(self) -> bool:

@@ -25,7 +25,7 @@ from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Compiled, Preparation, prepare
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite import offload, pipeline
-from onnx_remat.rewrite.accounting import Goal
+from onnx_remat.rewrite.accounting import Goal, LoopMemory
 from onnx_remat.rewrite.first_use import FirstUse
 from onnx_remat.rewrite.offload import fit_with_moves
 from onnx_remat.rewrite.original import begin
@@ -118,6 +118,14 @@ def test_copies_are_planned_where_a_device_runs_some():
         Stated(1e9, "t4", 1).put(model)
         plans.append(begin(model, {**DEVICE, "provider": provider}).memory.may_copy)
     assert plans == [True, False, False]
+
+
+@pytest.mark.parametrize(("given", "costs"), [({}, "l4"), ({"costs": "t4"}, "t4")])
+def test_kernels_beside_copies_are_timed_by_the_device_that_a_file_names(given, costs):
+    nodes = [make(moves.DOWN, ["x"], ["home"]), make(moves.UP, ["home"], ["e"]), make("Neg", ["e"], ["y"])]
+    model = model_of(nodes, {"x": [8]}, {"y": [8]})
+    Stated(1e9, "l4", 1).put(model)
+    assert LoopMemory.stated(prepared(model), parse_options({**DEVICE, **given})) == Stated(1e9, costs, 1)
 
 
 @pytest.mark.slow
