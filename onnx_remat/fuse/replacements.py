@@ -75,16 +75,16 @@ def replaced(ordered: OrderedStep, secret: int) -> Replaced:
     """Replace nodes that such kernels compute faster; new nodes name their kernels by `secret` and handle."""
     found = candidates(ordered)
     peak = int(live_bytes(ordered).max(initial=0)) if any(each.scratch for each in found) else 0
-    before = ordered.workspace(range(len(ordered.steps)))
     while True:
         made = _with(ordered, found, secret)
         if not made.scratch:
             return made
-        left = ordered.workspace([place for place in made.places if place >= 0])
+        gone = ordered.workspace(range(len(ordered.steps)))
+        gone -= ordered.workspace([place for place in made.places if place >= 0])
         tall = {
             step.writes[0]
             for step, nbytes in zip(made.ordered.steps, live_bytes(made.ordered), strict=True)
-            if step.writes and step.writes[-1] in made.scratch and nbytes > peak + before - left
+            if step.writes and step.writes[-1] in made.scratch and nbytes > peak + gone
         }
         if not tall:
             return made

@@ -19,6 +19,7 @@ from onnx_remat.errors import ModelError
 from onnx_remat.fuse import convolution_forms, convolutions, machine_code, onednn
 from onnx_remat.fuse.onednn import FORWARD, IMAGES, WEIGHTS, Convolution
 from onnx_remat.fuse.ordered import OrderedStep
+from onnx_remat.fuse.replacements import replaced
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.session import kernel_file
 from onnx_remat.session.lean_graph import LeanNode
@@ -185,6 +186,16 @@ def test_what_is_left_to_onnx_runtime(node, shapes):
         overwrites=lambda at, new, old: False,
     )  # fmt: skip
     assert not convolutions.find(convolution_forms.find(ordered))
+
+
+def test_onnx_runtimes_scratch_memory_is_not_looked_at_where_no_kernel_has_any():
+    asked = []
+    tensors = {name: Tensor(TensorProto.FLOAT, (8,), 32, (8,)) for name in "xy"}
+    ordered = OrderedStep(
+        steps=[LeanNode(node_of("Exp", ["x"]))], tensors=tensors, outputs={"y"}, root={}, counted={}, renewed={},
+        constants={}, overwrites=lambda at, new, old: False, workspace=lambda places: asked.append(places) or 0,
+    )  # fmt: skip
+    assert replaced(ordered, 0).kernels == () and not asked
 
 
 def changed(model, change):
