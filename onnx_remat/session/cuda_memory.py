@@ -99,9 +99,8 @@ def pinned(cuda: Any, nbytes: int, advice: Message) -> int:
     """
     found = ctypes.c_void_p()
     status = cuda.cudaHostAlloc(ctypes.byref(found), ctypes.c_size_t(max(nbytes, 1)), ctypes.c_uint(0))
-    if status:
-        cuda.cudaGetLastError()  # which later calls would report
     if status == _NO_MEMORY:
+        cuda.cudaGetLastError()  # which later calls would report
         raise ModelError("the host has no {} of memory for what is moved there: {}", format_bytes(nbytes), advice)
     check(status, f"get {nbytes} bytes of the host")
     return int(found.value or 0)
