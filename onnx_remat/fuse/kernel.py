@@ -148,7 +148,7 @@ class Replacement:
     kind : str
         Of the kernel, for the name of its node.
     kernel : Kernel
-        An output beyond `makes` is scratch memory.
+        An output beyond `makes` is a scratch output: memory that only the kernel uses.
     plain : frozenset of int
         Input slots that its output may overwrite.
     """
@@ -162,8 +162,8 @@ class Replacement:
     plain: frozenset[int] = frozenset()
 
     @property
-    def scratch(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Element type and shape of each output that is scratch memory."""
+    def scratch_outputs(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Element type and shape of each."""
         return self.kernel.outputs[len(self.makes) :]
 
 

@@ -74,7 +74,7 @@ def _replacement(found: Found, kind: str, kernel: Kernel) -> Replacement:
 def replaced(ordered: OrderedStep, secret: int) -> Replaced:
     """Replace nodes that such kernels compute faster; new nodes name their kernels by `secret` and handle."""
     found = candidates(ordered)
-    peak = int(live_bytes(ordered).max(initial=0)) if any(each.scratch for each in found) else 0
+    peak = int(live_bytes(ordered).max(initial=0)) if any(each.scratch_outputs for each in found) else 0
     while True:
         made = _with(ordered, found, secret)
         if not made.scratch:
@@ -88,7 +88,7 @@ def replaced(ordered: OrderedStep, secret: int) -> Replaced:
         }
         if not tall:
             return made
-        found = [each for each in found if not (each.scratch and each.makes[0] in tall)]
+        found = [each for each in found if not (each.scratch_outputs and each.makes[0] in tall)]
 
 
 def _in_order(nodes: Sequence[FusedNode]) -> list[FusedNode]:
@@ -113,7 +113,7 @@ def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Re
             continue
         gone.update(each.members)
         makes = list(each.makes)
-        for dtype, shape in each.scratch:
+        for dtype, shape in each.scratch_outputs:
             name = f"{makes[0]}/scratch"
             while name in ordered.tensors or name in scratch:
                 name += "/scratch"
