@@ -20,7 +20,7 @@ within rounding, too.
 `live`         the bytes that are live at each place while nodes move
 `groups`       which nodes are fused: a pure function of the order, the shapes and the lifetimes
 `recompute`    values that kernels compute again instead of reading them
-`kernel`       what a kernel is: its text, and its description for ``shim.c``
+`kernel`       what a kernel is: its text, its description for ``shim.c``, the nodes it can replace, its node
 `loops`        loops over elements and rows as LLVM text
 `ir`           a group as LLVM text, for a CPU
 `cuda`         a group as a kernel of a CUDA device

@@ -1,6 +1,7 @@
-"""State that lives on the host between steps: copied to the device before its update, and back after it.
+"""What lies on the host: state between steps, and values that a file moves there; both as plans count them.
 
-In a file it is an input that only a `MemcpyFromHost` reads, and an output that a `MemcpyToHost` makes::
+State is copied to the device before its update, and back after it. In a file it is an input that only a
+`MemcpyFromHost` reads, and an output that a `MemcpyToHost` makes::
 
     m -> update -> new.m     becomes     m -> MemcpyFromHost -> update -> MemcpyToHost -> new.m
 

@@ -241,7 +241,6 @@ def _of_bodies(program: Program) -> frozenset[str]:
 
 def replaceable(compiled: Compiled) -> tuple[frozenset[int], frozenset[int]]:
     """Return two sets of ops: those that a kernel replaces several at a time, and those that one replaces alone."""
-
     graph = compiled.graph
     known = numbers(graph.model.graph), vectors(graph.model.graph)
     ordered = OrderedStep(

@@ -16,20 +16,20 @@ from onnx_remat.findings.estimate import Estimate
 from onnx_remat.findings.explain import Explanation
 from onnx_remat.findings.lowest import Lowest
 from onnx_remat.findings.sweep import Curve
-from onnx_remat.ir.metadata import DIMS_KEY, RUN_BY_KEY
-from onnx_remat.messages import Finding
-from onnx_remat.rewrite.report import Report
-from onnx_remat.write.decided import (
+from onnx_remat.ir.metadata import (
     BUDGET_KEY,
     CLONES_KEY,
+    DIMS_KEY,
     EDGES_KEY,
     MOVES_KEY,
     PEAK_KEY,
     PROVIDER_KEY,
+    RUN_BY_KEY,
     WORKSPACE_KEY,
-    Planned,
-    planned,
 )  # fmt: skip
+from onnx_remat.messages import Finding
+from onnx_remat.rewrite.report import Report
+from onnx_remat.write.decided import Planned, planned
 
 FINDINGS = (Benchmark, Curve, Estimate, Explanation, Lowest, Report, CheckResult)
 
