@@ -20,7 +20,7 @@ from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.messages import Finding
 from onnx_remat.ort import runtime
 from onnx_remat.ort.executed import Executed, as_executed
-from onnx_remat.ort.host_state import counted, state_bytes
+from onnx_remat.ort.host_state import counted, is_copy, state_bytes
 from onnx_remat.ort.kernels import costs
 from onnx_remat.process import worker
 from onnx_remat.rewrite.report import WORDING
@@ -296,7 +296,7 @@ def _explanation(
         made, spent = sum(sizes[clone] for clone in ops), sum(float(seconds[clone]) for clone in ops)
         recomputed.append(Recomputed(module, len(ops), spent, made, spared, kinds))
     again = sum(each.seconds for each in recomputed)
-    once = sum(float(seconds[op.index]) for op in graph.ops if not _is_helper(op.node)) - again
+    once = sum(float(seconds[op.index]) for op in graph.ops if not _is_helper(op.node) and not is_copy(op)) - again
     kept_at, peak_at = _label(executed, worst), _label(executed, timeline.peak_step)
     return Explanation(
         plan.run_by, plan.budget, plan.original_peak, trained, timeline.peak, peak_at, int(kept[worst]), kept_at,

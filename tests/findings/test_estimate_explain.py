@@ -16,6 +16,8 @@ from onnx_remat.errors import BudgetInfeasibleError, ModelError
 from onnx_remat.findings.estimate import estimate
 from onnx_remat.findings.explain import explain
 from onnx_remat.findings.show import modules
+from onnx_remat.ir.metadata import PROVIDER_KEY, set_entry
+from onnx_remat.ort.moves import DOWN, UP
 from onnx_remat.units import format_bytes
 from tests.support.graphs import mlp, model_of
 
@@ -259,6 +261,20 @@ def test_the_extra_compute_is_the_report_s(step, small, for_loop):
     """Of the original's work: what edges and buffers are made of is no part of it."""
     for path, result in (small, for_loop):
         assert explain(path).extra_seconds == pytest.approx(result.report.extra_compute, rel=1e-3)
+
+
+def test_copies_between_device_and_host_are_no_compute(small):
+    """They run alongside the kernels: the share of recompute does not fall with each."""
+    model = onnx.load(small[0])
+    set_entry(model, PROVIDER_KEY, "cuda")
+    kept = explain(model).extra_seconds
+    nodes, name = list(model.graph.node), next(value.name for value in model.graph.output)
+    at = next(i for i, node in enumerate(nodes) if name in node.output)
+    nodes[at].output[list(nodes[at].output).index(name)] = "made"
+    nodes[at + 1 : at + 1] = [helper.make_node(DOWN, ["made"], ["home"]), helper.make_node(UP, ["home"], [name])]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    assert explain(model).extra_seconds == kept > 0
 
 
 def test_an_explanation_prices_nodes_as_the_plan_was_priced(step, small, tmp_path, capsys):
