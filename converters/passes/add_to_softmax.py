@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,10 +54,12 @@ def add_to_softmax(model: ir.Model) -> None:
     if model.graph.opset_imports.get("", 0) < _ADDS:
         return
     after = AfterLoss(model.graph)
-    tape = after.tape
-    for node in after.nodes:
-        for m, rest, p in _differences(node):
-            found = _scattered(m, {})
+    tape, late, known = after.tape, set(after.nodes), dict[ir.Value | None, _Scattered]()
+    for node in list(model.graph):
+        if (scattered := _scattered(node, known)) is not None:
+            known[node.outputs[0]] = scattered
+        for m, rest, p in _differences(node) if node in late else ():
+            found = known.get(m)
             if (
                 found is None
                 or m.dtype not in _KINDS
@@ -107,26 +109,20 @@ def _factors(product: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value]]:
         yield from ((a, b), (b, a))
 
 
-_Known: TypeAlias = dict[ir.Value | None, _Scattered | None]
+_Known: TypeAlias = Mapping[ir.Value | None, _Scattered]
 
 
-def _scattered(value: ir.Value | None, known: _Known) -> _Scattered | None:
-    """Return a value as `_Scattered`; None if it is not zero except for one entry in each row.
+def _scattered(node: ir.Node, known: _Known) -> _Scattered | None:
+    """Return a node's output as `_Scattered`; None if it is not zero except for one entry in each row.
 
-    `known` has what was found before: ways through the factors of a repeated square double with each.
+    `known` has those outputs of the nodes before it that are.
     """
-    if value not in known:
-        known[value] = _found(value, known)
-    return known[value]
-
-
-def _found(value: ir.Value | None, known: _Known) -> _Scattered | None:
-    node = value.producer() if value is not None and value.shape is not None else None
-    if value is None or node is None or node.domain:
+    value = node.outputs[0]
+    if node.domain or value.shape is None:
         return None
     if node.op_type == "Mul":
         for inner, factor in _factors(value):
-            found = _scattered(inner, known)
+            found = known.get(inner)
             if found is not None and found.factor is None and dims(inner) == dims(value):
                 one = (*dims(value)[: found.axis], 1, *dims(value)[found.axis + 1 :])
                 entries = dims(found.entries)
@@ -151,7 +147,7 @@ def _found(value: ir.Value | None, known: _Known) -> _Scattered | None:
 
 def _reshaped(source: ir.Value | None, shape: Dims, known: _Known) -> _Scattered | None:
     """Return a reshaped value as `_Scattered`, if only axes of size 1 were added or removed; None otherwise."""
-    found = _scattered(source, known)
+    found = known.get(source)
     if source is None or found is None or dims(source)[found.axis] == 1:
         return None
     before, after = ([i for i, d in enumerate(each) if d != 1] for each in (dims(source), shape))

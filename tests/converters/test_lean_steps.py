@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 pytest.importorskip("torch")
@@ -14,6 +16,7 @@ pytest.importorskip("onnxscript")
 
 import torch
 import torch.nn.functional as F
+from onnx_remat.converters.passes.add_to_softmax import add_to_softmax
 from onnx_remat.converters.pytorch import export_training_step
 from torch import nn
 
@@ -59,6 +62,21 @@ def test_factors_are_looked_at_once_each():
 
     made = export_training_step(Squared(), torch.zeros(4), check=False)
     assert count(made, "ScatterElements") == 0
+
+
+def test_a_product_may_have_thousands_of_factors():
+    info = onnx.helper.make_tensor_value_info
+    names = ["loss", *(f"product.{i}" for i in range(3000))]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("ReduceSum", ["x"], ["loss"], keepdims=0)]
+        + [onnx.helper.make_node("Mul", [a, "x"], [b]) for a, b in itertools.pairwise(names)]
+        + [onnx.helper.make_node("Add", [names[-1], "x"], ["grad.x"])],
+        "g", [info("x", 1, [3])], [info("loss", 1, []), info("grad.x", 1, [3])],
+        value_info=[info(name, 1, [3]) for name in names[1:]],
+    )  # fmt: skip
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)]))
+    add_to_softmax(model)
+    assert len(model.graph) == 3002
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
