@@ -227,14 +227,18 @@ def twin(
     state: Mapping[str, dict[str, Any]],
     settings: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same type, settings and attributes over copies; omit parameters without a copy."""
+    """Return an optimizer of the same type, settings and attributes over copies; omit parameters without a copy.
+
+    Containers in settings and attributes are copied, so that a step of the twin changes none of the user's.
+    """
     by_id = {id(parameters[name]): copy for name, copy in copies.items()}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    other.__dict__.update(_copied(attributes))
+    known: dict[int, Any] = {}
+    other.__dict__.update(_copied(attributes, known))
     other.param_groups = [
         {
-            **_copied({key: value for key, value in group.items() if key != "params"}),
+            **_copied({key: value for key, value in group.items() if key != "params"}, known),
             **({"capturable": False} if "capturable" in group else {}),  # its steps are on the host
             **{key: value for key, value in (settings or {}).items() if key in group},
             "params": [by_id[id(p)] for p in group["params"] if id(p) in by_id],
@@ -245,15 +249,28 @@ def twin(
     return other
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of a container and of those in it; whatever else is in them stays the same object."""
+def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a container and of those in it; whatever else is in them stays the same object.
+
+    `known` has the copies made so far, by the identity of what they copy. A container that cannot be copied stays the
+    same object, too: one that is frozen needs no copy.
+    """
+    known = {} if known is None else known
+    if type(value) is tuple:
+        return tuple(_copied(each, known) for each in value)
     if not isinstance(value, _CONTAINERS):
-        return tuple(map(_copied, value)) if type(value) is tuple else value
-    made = shallow_copy(value)
-    if not isinstance(made, set):
-        for place in list(made if isinstance(made, dict) else range(len(made))):
-            made[place] = _copied(made[place])
-    return made
+        return value
+    if id(value) not in known:
+        try:
+            made: Any = shallow_copy(value)
+            known[id(value)] = made
+            places = made.items() if isinstance(made, dict) else enumerate(made if not isinstance(made, set) else ())
+            for place, old in list(places):
+                if (new := _copied(old, known)) is not old:
+                    made[place] = new
+        except Exception:
+            known[id(value)] = value
+    return known[id(value)]
 
 
 _CONTAINERS = (dict, list, deque, set)

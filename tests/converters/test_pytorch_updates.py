@@ -467,6 +467,35 @@ def test_a_step_that_counts_in_a_container_is_refused_and_the_users_stays(kind):
     assert optimizer.clock == Clock.clocks[kind][0]
 
 
+class Frozen(dict):
+    """A dict that takes no more entries."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("frozen")
+
+
+class Settled(torch.optim.SGD):
+    """Its settings lie in containers that are frozen, or have two names; a step changes none of them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.1)
+        self.frozen = Frozen(rate=0.5, names=["a"])
+        self.listed = self.same = [1.0]
+        self.all = {"listed": self.listed}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert self.listed is self.same is self.all["listed"]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(self.frozen["rate"] * parameter.grad)
+
+
+def test_containers_that_are_frozen_or_have_two_names_are_settings():
+    model = nn.Linear(2, 1)
+    made = export_training_step(model, (torch.randn(3, 2), torch.randn(3, 1)), mse, Settled(model.parameters()))
+    assert "new.weight" in [value.name for value in made.graph.output]
+
+
 def test_an_optimizer_that_keeps_a_list_beside_its_groups_is_followed():
     model = nn.Linear(4, 4)
     (model(torch.randn(3, 4)).sum()).backward()
