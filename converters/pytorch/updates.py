@@ -360,7 +360,8 @@ def updated(
         if name not in before or not _same(before[name], value):
             raise ConversionError(
                 f"the step of optimizer {type(optimizer).__qualname__} updates {name}, which would be a constant of "
-                "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer"
+                "the graph: keep it in the state of a parameter (self.state[p][...]), or export without an optimizer; "
+                "if it is a cache that the first step fills, take one step in torch, then export"
             )
     for name, copy in copies.items():
         for slot, value in other.state[copy].items():

@@ -467,6 +467,33 @@ def test_a_step_that_counts_in_a_container_is_refused_and_the_users_stays(kind):
     assert optimizer.clock == Clock.clocks[kind][0]
 
 
+class Caching(torch.optim.Optimizer):
+    """It makes a tensor for each shape once, and reads it in later steps."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.factors = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.shape not in self.factors:
+                self.factors[parameter.shape] = torch.full(parameter.shape, 0.5)
+            parameter.sub_(self.factors[parameter.shape] * parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*constants of the file")
+def test_a_cache_is_filled_by_one_step_in_torch():
+    model, x, y = nn.Linear(2, 1), torch.randn(3, 2), torch.randn(3, 1)
+    optimizer = Caching(model.parameters())
+    with pytest.raises(ConversionError, match=r"self\.factors, .* a cache .*, take one step in torch, then export"):
+        export_training_step(model, (x, y), mse, optimizer)
+    mse(model(x), y).backward()
+    optimizer.step()
+    made = export_training_step(model, (x, y), mse, optimizer)
+    assert "new.weight" in [value.name for value in made.graph.output]
+
+
 class Frozen(dict):
     """A dict that takes no more entries."""
 
