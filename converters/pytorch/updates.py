@@ -404,7 +404,7 @@ _WARNED = "_warned_capturable_if_run_uncaptured"
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Return whether two values are equal, where tensors are only equal to themselves."""
+    """Return whether two values are equal, where tensors and what cannot be compared are only equal to themselves."""
     if before is after:
         return True
     if isinstance(before, torch.Tensor) or type(before) is not type(after):
@@ -413,7 +413,10 @@ def _same(before: Any, after: Any) -> bool:
         return before.keys() == after.keys() and all(_same(before[key], after[key]) for key in before)
     if isinstance(before, list | deque | tuple):
         return len(before) == len(after) and all(map(_same, before, after))
-    return bool(before == after)
+    try:
+        return bool(before == after)
+    except Exception:  # of numpy's arrays
+        return False
 
 
 @contextmanager
