@@ -45,8 +45,10 @@ class Batch:
     keys: tuple[str, ...] = ()
 
     @staticmethod
-    def of(example_inputs: Any) -> Batch:
+    def of(example_inputs: Any, checked: Iterable[Any] = ()) -> Batch:
         """Return the batch of a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+
+        Constants that are one of the objects in `checked` are not looked into again.
 
         Raises
         ------
@@ -65,8 +67,10 @@ class Batch:
         else:
             structure = (tuple(example_inputs), {})
         found, spec = pytree.tree_flatten_with_path(_plain(structure))
+        known = {id(leaf) for leaf in checked}
         for path, leaf in found:
-            _check_leaf(_path(path), leaf)
+            if id(leaf) not in known:
+                _check_leaf(path, leaf)
         tensors = [(_path(path), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
         counts = Counter(name for name, _ in tensors)
         if twice := [name for name, count in counts.items() if count > 1]:
@@ -89,7 +93,7 @@ class Batch:
             if more := [key for key in given if key not in self.keys]:
                 raise UsageError(f"the batch has {more[0]!r}, which the example has not: leave it out")
             given = {key: given[key] for key in self.keys}
-        made = Batch.of(given)
+        made = Batch.of(given, self.leaves)
         if len(made.leaves) != len(self.leaves) or made.spec != self.spec or made.names != self.names:
             raise UsageError(
                 f"the batch has another structure than the example: it has {', '.join(made.names) or 'no tensor'}"
@@ -246,19 +250,19 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _check_leaf(name: str, leaf: Any) -> None:
+def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
     """Raise ConversionError for a tensor that requires a gradient, or an object that holds tensors."""
     if isinstance(leaf, torch.Tensor):
         if leaf.requires_grad and torch.is_grad_enabled():
             raise ConversionError(
-                f"{name} of the batch requires a gradient, which a step does not hand back: pass it detached, or make "
-                "what computed it a part of the model"
+                f"{_path(path)} of the batch requires a gradient, which a step does not hand back: pass it detached, "
+                "or make what computed it a part of the model"
             )
         return
-    if _holds_tensor(leaf, _DEPTH):
+    if _holds_tensor(leaf):
         raise ConversionError(
-            f"{name} of the batch is a {type(leaf).__name__}, whose tensors would be constants of the step: give a "
-            "tuple, a list or a dict of them"
+            f"{_path(path)} of the batch is a {type(leaf).__name__}, whose tensors would be constants of the step: "
+            "give a tuple, a list or a dict of them"
         )
 
 
@@ -266,24 +270,42 @@ _DEPTH = 5
 """Levels of objects and containers in which to look for tensors: a graph of torch_geometric has them on the fourth."""
 
 
-def _holds_tensor(value: Any, depth: int) -> bool:
-    """Return whether a value is a tensor, or an object or a container in which there is one; code holds none."""
-    if isinstance(value, torch.Tensor):
-        return True
-    if not depth or inspect.isroutine(value) or isinstance(value, type | ModuleType | partial | torch.nn.Module):
-        return False
+def _holds_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, or an object or a container in which there is one, a level after the other.
+
+    No object is looked into twice: many may refer to each other.
+    """
+    level, seen = {id(value): value}, set[int]()
+    for _ in range(_DEPTH + 1):
+        if any(isinstance(each, torch.Tensor) for each in level.values()):
+            return True
+        seen |= level.keys()
+        level = {id(each): each for one in level.values() for each in _inside(one) if id(each) not in seen}
+    return False
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what an object or a container holds; code holds nothing."""
+    if isinstance(value, _WITHOUT_TENSORS) or inspect.isroutine(value):
+        return ()
     if isinstance(value, dict):
-        inside: Iterable[Any] = value.values()
-    else:
-        inside = value if isinstance(value, list | tuple | set | frozenset | deque) else _attributes(value).values()
-    return any(_holds_tensor(each, depth - 1) for each in inside)
+        return value.values()
+    return value if isinstance(value, list | tuple | set | frozenset | deque) else _attributes(value).values()
+
+
+_WITHOUT_TENSORS = (
+    str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.dtype, torch.device,
+    type, ModuleType, partial, torch.nn.Module,
+)  # fmt: skip
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
     """Return whether two constants are equal, NaN and NaN too; those that cannot be compared are not."""
+    if ours is theirs:
+        return True
     has_nan = all(isinstance(each, float | np.generic | np.ndarray) and _is_float(each) for each in (ours, theirs))
     try:
-        return ours is theirs or np.array_equal(ours, theirs, equal_nan=has_nan)
+        return np.array_equal(ours, theirs, equal_nan=has_nan)
     except Exception:
         return False
 

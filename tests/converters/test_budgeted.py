@@ -567,6 +567,27 @@ def test_objects_without_tensors_and_code_are_constants_of_a_batch(kept):
     assert batch.names == ("input.0",) and batch.like((torch.zeros(2), kept)).leaves[1] is kept
 
 
+class Linked:
+    """One of many objects that refer to all of them; `looked` counts looks into one."""
+
+    __slots__ = ("all",)
+    looked = 0
+
+    @property
+    def __dict__(self):
+        Linked.looked += 1
+        return {}
+
+
+def test_an_object_in_a_batch_is_looked_into_once():
+    every = [Linked() for _ in range(20)]
+    for one in every:
+        one.all = every
+    batch = Batch.of((torch.ones(2), every[0]))
+    batch.like((torch.ones(2), every[0]))
+    assert Linked.looked == len(every)
+
+
 class Unlike:
     """What no comparison takes."""
 
