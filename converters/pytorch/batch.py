@@ -260,9 +260,10 @@ def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
             )
         return
     if _holds_tensor(leaf):
+        called = ", or if the model only calls it, its method __call__" if callable(leaf) else ""
         raise ConversionError(
             f"{_path(path)} of the batch is a {type(leaf).__name__}, whose tensors would be constants of the step: "
-            "give a tuple, a list or a dict of them"
+            f"give a tuple, a list or a dict of them{called}"
         )
 
 

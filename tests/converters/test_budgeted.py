@@ -561,6 +561,31 @@ def test_objects_that_hold_tensors_are_refused_in_a_batch(kind):
         Batch.of((kind(torch.ones(2)), torch.ones(2)))
 
 
+class Scaling(Boxed):
+    def __call__(self, y):
+        return y * self.x
+
+
+class Calling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x, scaling):
+        return scaling(self.inner(x)).square().mean()
+
+
+def test_what_a_model_only_calls_is_given_by_its_method():
+    model, x, scaling = Calling(), torch.ones(3, 2), Scaling(torch.ones(1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with pytest.raises(ConversionError, match=r"a dict of them, or if the model only calls it, its method __call__$"):
+        budgeted(model, None, optimizer, (x, scaling), budget=None, progress=False)
+    with budgeted(model, None, optimizer, (x, scaling.__call__), budget=None, check=False, progress=False) as step:
+        for _ in range(2):
+            assert step((x, scaling.__call__)) == pytest.approx(model(x, scaling).item(), rel=1e-5)
+            scaling.x.fill_(2.0)
+
+
 @pytest.mark.parametrize("kept", [nn.Linear(1, 1), torch.sin, torch.nn, Boxed(nn.Tanh()), Slotted("a"), {1, 2}])
 def test_objects_without_tensors_and_code_are_constants_of_a_batch(kept):
     batch = Batch.of((torch.ones(2), kept))
