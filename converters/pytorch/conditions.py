@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class Condition:
     Attributes
     ----------
     expression : str
-        The condition in Python.
+        The condition in Python, which may call functions of ``math`` and ``torch``.
     dims : mapping of str to str
         The dimension of each variable in it.
     reason : str
@@ -30,7 +33,8 @@ class Condition:
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether it is true for these sizes by dimension."""
         try:
-            return bool(eval(_code(self.expression), {}, {name: sizes[dim] for name, dim in self.dims.items()}))
+            values = {name: sizes[dim] for name, dim in self.dims.items()}
+            return bool(eval(_code(self.expression), {"math": math, "torch": torch}, values))
         except ZeroDivisionError:  # of a part, for which the size is too small
             return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 
@@ -74,6 +75,16 @@ def test_a_warning_states_the_sizes_of_a_file_for_which_it_is_wrong():
         export_training_step(Block(many), batch, cross_entropy, dynamic_dims=OPEN, check=False)
     with pytest.warns(UserWarning, match=r"wrong where batch is 1, 3, 5, 7, 9: for these, its code decides"):
         export_training_step(Block(even), batch, cross_entropy, dynamic_dims=OPEN)
+
+
+@pytest.mark.parametrize("rounded", [math.floor, math.ceil, round])
+def test_code_may_decide_by_a_part_of_a_size(rounded):
+    def part(_, y):
+        return y * 2 if rounded(y.shape[0] * 0.75) > 3 else y
+
+    batch = torch.randn(10, 4), torch.arange(10) % 4
+    with pytest.warns(UserWarning, match=r"wrong where batch is 1, 2, 3, 4(, 5)?: for these, its code decides"):
+        export_training_step(Block(part), batch, cross_entropy, dynamic_dims=OPEN, check=False)
 
 
 class Pair(nn.Module):
