@@ -35,8 +35,8 @@ installed onnx."""
 _NAMED = 5
 """Sizes that a warning names."""
 
-_TRIED = 1 << 18
-"""Sizes of several dimensions that are tried for a warning."""
+_TRIED = 1 << 14
+"""Sizes of several dimensions that are all tried for a warning; of more, some are."""
 
 
 def step_of(
@@ -263,11 +263,14 @@ def _wrong(conditions: Sequence[Condition], most: Mapping[str, int]) -> Iterator
 
 
 def _may_fail(condition: Condition, most: Mapping[str, int]) -> bool:
-    """Return whether sizes up to the example's make a condition false; True if they are too many to try."""
+    """Return whether sizes up to the example's make a condition false; of many sizes, some tell."""
     dims = list(condition.dims.values())
-    if math.prod(most[dim] for dim in dims) > _TRIED:
-        return True
-    return not all(
-        condition.holds(dict(zip(dims, sizes, strict=True)))
-        for sizes in itertools.product(*(range(1, most[dim] + 1) for dim in dims))
-    )
+    few = math.prod(most[dim] for dim in dims) <= _TRIED
+    tried = [range(1, most[dim] + 1) if few else _some(most[dim]) for dim in dims]
+    return not all(condition.holds(dict(zip(dims, sizes, strict=True))) for sizes in itertools.product(*tried))
+
+
+def _some(most: int) -> list[int]:
+    """Return sizes up to the largest: small ones, powers of two, and the two largest."""
+    powers = (1 << power for power in range(most.bit_length()))
+    return sorted({*range(1, min(most, 16) + 1), *powers, max(most - 1, 1), most})

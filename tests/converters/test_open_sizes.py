@@ -117,6 +117,27 @@ def test_a_warning_states_the_condition_on_two_dimensions_under_which_a_file_is_
         export_training_step(Pair(), batch, dynamic_dims=TWO_LENGTHS)
 
 
+class Area(nn.Module):
+    """Twice as much for large inputs."""
+
+    def __init__(self, large):
+        super().__init__()
+        self.weight, self.large = nn.Parameter(torch.ones(1)), large
+
+    def forward(self, x):
+        made = (x * self.weight).square().mean()
+        return made * 2 if x.shape[0] * x.shape[1] > self.large else made
+
+
+@pytest.mark.parametrize(("large", "is_wrong"), [(10**6, False), (10**5, True)])
+def test_a_condition_on_many_sizes_is_stated_only_where_some_of_them_make_it_false(large, is_wrong):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        sizes = {"input.0": {0: "batch", 1: "length"}}
+        export_training_step(Area(large), (torch.zeros(40, 7000),), dynamic_dims=sizes, check=False)
+    assert any("is false: for these, its code decides" in str(each.message) for each in found) == is_wrong
+
+
 def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
     class Positions(nn.Module):
         def __init__(self):
