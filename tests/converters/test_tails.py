@@ -15,6 +15,9 @@ import torch
 from onnx_remat.converters.pytorch import export_training_step
 from torch import nn
 
+from onnx_remat.ort import placement
+from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.ort.prepare import Preparation, prepare_for_simulation
 from tests.support.graphs import run_model
 
 FAR = torch.tensor(
@@ -435,6 +438,19 @@ def test_bags_take_no_number_for_each_index_and_bag():
     step = export_training_step(Bag(), (torch.arange(33) % 5, torch.arange(0, 33, 3)))
     shapes = [[dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in step.graph.value_info]
     assert shapes and max(map(math.prod, shapes)) < 33 * 11
+
+
+def test_a_device_has_a_kernel_for_every_node_of_a_median():
+    class Median(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return (x * self.weight).median(1).values.square().mean()
+
+    step = export_training_step(Median(), torch.randn(64, 64), check=False)
+    assert placement.nodes_on_host(prepare_for_simulation(step, Preparation(kernels_of("cuda")))) == {}
 
 
 def test_values_and_gradients_at_the_ends_of_what_a_function_reads_are_torchs():

@@ -226,7 +226,8 @@ def median(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tens
     if not x.dim() or not x.is_floating_point():
         return value, index
     lost = x.isnan()
-    has_lost, first = lost.any(dim, keepdim), lost.to(torch.int32).argmax(dim, keepdim)
+    first = lost.to(torch.float32).argmax(dim, keepdim)  # CUDA has a kernel for floats alone
+    has_lost = lost.any(dim, keepdim)
     return torch.where(has_lost, math.nan, value), torch.where(has_lost, first, index)
 
 
