@@ -30,7 +30,8 @@ from . import names, optimizers
 from .autodiff.build import differentiated
 from .checks import agreement as comparison
 from .checks import default_level, tolerances
-from .tensorflow_ops import HANDLERS, check_ops, inlined, write_out
+from .settled import settle
+from .tensorflow_ops import HANDLERS, check_ops, inlined, unmerged, write_out
 
 Loss = Callable[[Any, Any], Any]
 
@@ -111,7 +112,7 @@ def export_training_step(
         raise ConversionError(f"the model has {forward.outputs[0]} outputs: return the loss alone, or give a loss")
     check_ops(concrete.graph, training)
     try:
-        with inlined(concrete.graph):
+        with inlined(concrete.graph), unmerged():
             made, _ = convert.from_function(traced, input_signature=signature, opset=opset, custom_op_handlers=HANDLERS)
     except Exception as error:
         raise ConversionError(f"tf2onnx cannot convert the forward pass: {_reason(error)}") from error
@@ -119,6 +120,7 @@ def export_training_step(
     write_out(made)
     _store_captured(made, concrete.graph.captures)
     _rename(made, [*forward.values, *batch], [names.LOSS, *keep])
+    settle(made)
     inside = _dtypes(concrete.graph)
     # Later than the conversion, because tracing gradients adds outputs to the graph of `traced`.
     gradients = _Gradients(tf, traced, [*forward.values, *batch], forward.trained, signature)

@@ -69,6 +69,19 @@ def inlined(graph: Any) -> Iterator[None]:
             op._set_attr("_XlaMustCompile", attr_value_pb2.AttrValue(b=True))
 
 
+@contextmanager
+def unmerged() -> Iterator[None]:
+    """Keep tf2onnx from merging equal nodes: which of them, and so which layer's name, is left depends on the run."""
+    from tf2onnx import optimizer
+
+    merging = optimizer._optimizers
+    optimizer._optimizers = type(merging)((name, made) for name, made in merging.items() if name != "merge_duplication")
+    try:
+        yield
+    finally:
+        optimizer._optimizers = merging
+
+
 def _is_exact(gradient: str) -> bool:
     """Return whether a registered gradient is one of TensorFlow's own that are the derivatives of their ops."""
     from tensorflow.python.framework import ops

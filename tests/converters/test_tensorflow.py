@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -378,3 +381,31 @@ def test_layers_that_could_draw_compiled_ones_and_functions_near_zero() -> None:
     ])  # fmt: skip
     batch = RNG.standard_normal((4, 3, 3, 4)).astype(np.float32), np.array([[0], [1], [1], [0]], np.float32)
     export_training_step(model, batch, keras.losses.BinaryCrossentropy())
+
+
+_WRITES = """
+import hashlib, numpy as np, keras
+from onnx_remat.converters.tensorflow import export_training_step
+keras.utils.set_random_seed(0)
+tokens = keras.Input((8,))
+hidden = keras.layers.Embedding(20, 8)(tokens)
+for _ in range(2):
+    hidden = hidden + keras.layers.MultiHeadAttention(2, 4)(hidden, hidden, use_causal_mask=True)
+model = keras.Model(tokens, keras.layers.Dense(20)(keras.layers.LayerNormalization()(hidden)))
+batch = np.arange(16).reshape(2, 8).astype("int32")
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+made = export_training_step(model, (batch, batch), loss, check=False)
+print(hashlib.sha256(made.SerializeToString(deterministic=True)).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_any_process_writes_the_same_bytes() -> None:
+    written = set()
+    for seed in "123":
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", _WRITES], env=environment, capture_output=True, text=True, check=True
+        )
+        written.add(done.stdout.split()[-1])
+    assert len(written) == 1
