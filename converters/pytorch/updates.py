@@ -17,6 +17,7 @@ from copy import copy as shallow_copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -250,7 +251,7 @@ def twin(
 
 
 def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a container and of those in it; whatever else is in them stays the same object.
+    """Return a copy of a container or array, and of those in it; whatever else is in them stays the same object.
 
     `known` has the copies made so far, by the identity of what they copy. A container that cannot be copied stays the
     same object, too: one that is frozen needs no copy.
@@ -264,7 +265,9 @@ def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
         try:
             made: Any = shallow_copy(value)
             known[id(value)] = made
-            places = made.items() if isinstance(made, dict) else enumerate(made if not isinstance(made, set) else ())
+            places = (
+                made.items() if isinstance(made, dict) else enumerate(made if isinstance(made, list | deque) else ())
+            )
             for place, old in list(places):
                 if (new := _copied(old, known)) is not old:
                     made[place] = new
@@ -273,7 +276,7 @@ def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
     return known[id(value)]
 
 
-_CONTAINERS = (dict, list, deque, set)
+_CONTAINERS = (dict, list, deque, set, np.ndarray)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -414,8 +417,8 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, list | deque | tuple):
         return len(before) == len(after) and all(map(_same, before, after))
     try:
-        return bool(before == after)
-    except Exception:  # of numpy's arrays
+        return np.array_equal(before, after) if isinstance(before, np.ndarray) else bool(before == after)
+    except Exception:
         return False
 
 

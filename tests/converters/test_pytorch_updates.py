@@ -444,6 +444,7 @@ class Clock(torch.optim.Optimizer):
         "nested": ({"all": [0]}, lambda clock: clock["all"].append(0) or len(clock["all"])),
         "deque": (collections.deque([0]), lambda clock: clock.append(0) or len(clock)),
         "set": (set(), lambda clock: clock.add(len(clock)) or len(clock)),
+        "array": (np.zeros(1), lambda clock: clock.__iadd__(1)[0]),
         "arrays": ([np.zeros(2)], lambda clock: clock.append(clock.pop() + 1) or clock[0][0]),
     }
 
