@@ -19,7 +19,7 @@ from onnx_remat.ir.metadata import INITIAL_KEY, set_entry
 from onnx_remat.messages import Setting
 
 from ..checks import agreement as checking
-from . import optimizer_facts, reference, updates, verify
+from . import first_state, optimizer_facts, reference, updates, verify
 from .batch import Batch
 from .conditions import Condition, failed
 from .lower import finish, lower
@@ -68,7 +68,7 @@ def step_of(
     buffers, batch = dict(model.named_buffers()), Batch.of(example_inputs)
     state: updates.State = {}
     for optimizer in optimizers:
-        state |= updates.initial_state(optimizer, trainable)
+        state |= first_state.initial_state(optimizer, trainable)
     step = StepParts(
         model, batch, loss, trainable,
         frozen={name: p for name, p in parameters.items() if name not in trained},

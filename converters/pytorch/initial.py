@@ -11,7 +11,7 @@ import torch
 from onnx_remat.ir.metadata import INITIAL_KEY, entries
 
 from .. import names
-from . import optimizer_facts, recipe, updates
+from . import first_state, optimizer_facts, recipe
 from .arrays import array
 
 
@@ -35,7 +35,7 @@ def initial_feeds(
     parameters = dict(model.named_parameters())
     tensors = dict(model.named_buffers()) | parameters
     for one in optimizer_facts.each(optimizer):
-        for name, pieces in updates.initial_state(one, parameters).items():
+        for name, pieces in first_state.initial_state(one, parameters).items():
             tensors |= {names.state(name, slot): value for slot, value in pieces.items()}
     for name, parameter in parameters.items():
         tensors[names.state(name, recipe.SUM)] = torch.zeros_like(parameter)

@@ -24,6 +24,7 @@ from .private_torch import TorchDispatchMode, pytree
 from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
 from .step import StepParts
+from .step_numbers import WithoutBfloat16
 from .trace import eager_kernels
 
 
@@ -200,7 +201,7 @@ def _stepped(
     for group in twin.param_groups:
         group.update({key: rates[id(value)] for key, value in group.items() if id(value) in rates})
     if finite:
-        with updates.WithoutBfloat16():
+        with WithoutBfloat16():
             updates.step(twin)
     made: dict[str, np.ndarray] = {}
     for name in own:

@@ -8,10 +8,8 @@ Numbers that a step reads from tensors (Adafactor) stay zero-dimensional tensors
 from __future__ import annotations
 
 import inspect
-import math
-import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy as shallow_copy
 from pathlib import Path
@@ -19,18 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from onnx_remat.errors import ConversionError
-from onnx_remat.messages import first_line
 
-from .private_state import pytree
+from .step_numbers import numbers_stay_tensors
 
 State = dict[str, dict[str, torch.Tensor]]
 """State by parameter name, then by the optimizer's name of the piece of state."""
-
-_CASTS = ("__bool__", "__int__", "__float__", "__index__")
-"""Methods that make Python values of tensors, some of them through ``item``."""
 
 APART: Mapping[str, Any] = {"foreach": False, "fused": False}
 """Settings by which every parameter has an update of its own; others refuse rates that are tensors."""
@@ -44,175 +37,6 @@ REPLACED = {*APART, _CAPTURABLE}
 _DIVIDE_BY_RATE = (torch.optim.Adam, torch.optim.Adamax)
 """Optimizers that divide by the learning rate if they are capturable: at a rate of zero, with which a warm-up begins,
 elements that never had a gradient would be 0 / 0. They do not branch in any form."""
-
-
-def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
-    """Return the state of every parameter of the optimizer: its current state, or the start of its first step.
-
-    A piece that the first step takes from the gradient (the momentum of SGD) starts at zero if the result is the same.
-
-    Raises
-    ------
-    ConversionError
-        The result is not the same: the first step differs from all others; or a piece of state is neither a tensor nor
-        a number.
-    """
-    kind = type(optimizer).__qualname__
-    closure = inspect.signature(_own(optimizer)).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConversionError(
-            f"the step of optimizer {kind} runs the model again by itself, as often as it decides (a closure): a graph "
-            "cannot; take another optimizer, or export without one and update the parameters yourself"
-        )
-    own = {name: parameter.detach() for name, parameter in owned(optimizer, parameters).items()}
-    known = {name: optimizer.state.get(parameters[name]) or {} for name in own}
-    new = {name: value for name, value in own.items() if not known[name]}
-    try:
-        _check_own(optimizer, parameters)
-        from_zeros, from_ones = (_first(optimizer, parameters, new, fill) for fill in (0.0, 1.0))
-    except ConversionError:
-        raise
-    except Exception as error:  # SparseAdam wants sparse gradients, SAM a closure
-        raise ConversionError(
-            f"the step of optimizer {kind} cannot be traced ({first_line(error)}): export without an optimizer and "
-            "update the parameters yourself"
-        ) from error
-    made: State = {}
-    from_gradient = False
-    for name in own:
-        made[name] = {}
-        for slot, value in (known[name] or from_zeros[name]).items():
-            if not isinstance(value, torch.Tensor | int | float):
-                _check_constant(optimizer, name, slot, value, known=name not in new)
-            else:
-                made[name][slot] = _tensor(value)
-                if name in new and not torch.equal(made[name][slot], _tensor(from_ones[name][slot])):
-                    made[name][slot] = torch.zeros_like(made[name][slot])
-                    from_gradient = True
-    if from_gradient:
-        _check_zeros(optimizer, parameters, new, made)
-    return made
-
-
-def _check_own(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise ConversionError where a step works on parameters that a copy of the optimizer does not have.
-
-    An optimizer in it has them; a list of them may be for other purposes, so that a step on copies shows it.
-    """
-    inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in vars(optimizer).items():
-        leaves = pytree.tree_leaves(value) if name not in ("param_groups", "state") else []
-        has_own = any(id(leaf) in inside for leaf in leaves) and not _moves(optimizer, parameters)
-        if has_own or any(isinstance(leaf, torch.optim.Optimizer) for leaf in leaves):
-            raise ConversionError(
-                f"the step of optimizer {type(optimizer).__qualname__} works by self.{name}, not by its param_groups, "
-                "and would change no copy of the parameters: give the optimizer in it, or export without one"
-            )
-
-
-def _moves(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a step of a copy of the optimizer changes copies of its parameters, or keeps state of them."""
-    mine = owned(optimizer, parameters)
-    copies = {name: parameter.detach().clone().requires_grad_() for name, parameter in mine.items()}
-    kept = {name: parameter.grad for name, parameter in mine.items()}
-    for name, copy in copies.items():
-        copy.grad, mine[name].grad = torch.ones_like(copy), None  # a step must not move the user's own
-    other = twin(optimizer, parameters, copies, {}, APART)
-    try:
-        step(other)
-    finally:
-        for name, gradient in kept.items():
-            mine[name].grad = gradient
-    return bool(other.state) or any(not torch.equal(copies[name], mine[name]) for name in copies)
-
-
-def _check_constant(optimizer: torch.optim.Optimizer, name: str, slot: str, value: Any, known: bool) -> None:
-    """Raise ConversionError for a piece of state that later steps may set: a container, or None before any step."""
-    which = f"state {slot!r} of {name} in optimizer {type(optimizer).__qualname__}"
-    if value is None and not known:
-        raise ConversionError(f"{which} is None before the first step: take one step in torch, then export")
-    if value is not None and not isinstance(value, str):
-        raise ConversionError(
-            f"{which} is a {type(value).__name__}, and a graph's state is tensors: keep each in a piece of its own, or "
-            "export without an optimizer and update the parameters yourself"
-        )
-
-
-def _first(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    values: Mapping[str, torch.Tensor],
-    gradient: float,
-) -> dict[str, dict[str, Any]]:
-    """Return the first value of each piece of state in a step on gradients of one number."""
-    copies = {name: value.clone().requires_grad_() for name, value in values.items()}
-    for copy in copies.values():
-        copy.grad = torch.full_like(copy, gradient)
-    other = twin(optimizer, parameters, copies, {}, APART)
-    first: dict[torch.Tensor, _Remembering] = {copy: _Remembering() for copy in copies.values()}
-    other.state = defaultdict(dict, first)
-    step(other)
-    return {name: first[copy].first for name, copy in copies.items()}
-
-
-def _check_zeros(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    values: Mapping[str, torch.Tensor],
-    state: State,
-) -> None:
-    """Raise ConversionError unless a step from `state` equals the optimizer's first step, on random gradients."""
-    made = []
-    has_rates = all(isinstance(group.get("lr"), float | int | torch.Tensor) for group in optimizer.param_groups)
-    settings = {**APART, "lr": 0.01} if has_rates else APART  # a warm-up begins at a rate that moves nothing
-    for pieces in ({}, {name: {k: v.clone() for k, v in state[name].items()} for name in values}):
-        copies = {name: value.clone().requires_grad_() for name, value in values.items()}
-        for name, copy in copies.items():
-            copy.grad = values[name].cos()
-        step(twin(optimizer, parameters, copies, pieces, settings))
-        made.append(copies)
-    for name, value in values.items():
-        if not value.numel():
-            continue
-        before, first, zeros = (other[name].detach().double() - value.double() for other in (made[0], *made))
-        if (first - zeros).abs().max() > 1e-3 * before.abs().max():
-            raise ConversionError(
-                f"the first step of optimizer {type(optimizer).__qualname__} differs from all others (it starts its "
-                "state from the gradient, as SGD with dampening does): take one step in torch, then export"
-            )
-
-
-class _Remembering(dict[str, Any]):
-    """A dict that keeps the first value of each key: the first that is set, or the default of the first read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: dict[str, Any] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._remember(key, value)
-        super().__setitem__(key, value)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        if key not in self and default is not None:
-            self._remember(key, default)
-        return super().get(key, default)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        self._remember(key, default)
-        return super().setdefault(key, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def _remember(self, key: str, value: Any) -> None:
-        self.first.setdefault(key, value.clone() if isinstance(value, torch.Tensor) else value)
-
-
-def _tensor(value: torch.Tensor | float) -> torch.Tensor:
-    """Return a number, which counts steps, as a float32 tensor, as in torch."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
 
 
 def owned(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -282,7 +106,7 @@ _CONTAINERS = (dict, list, deque, set, np.ndarray)
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Run an optimizer's step without hooks and profiling."""
     with torch.no_grad(), _unprofiled(type(optimizer)):
-        _own(optimizer)(optimizer)
+        unwrapped(optimizer)(optimizer)
 
 
 @contextmanager
@@ -299,7 +123,7 @@ def _unprofiled(kind: Any) -> Iterator[None]:
             base.step = own
 
 
-def _own(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+def unwrapped(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     """Return an optimizer's step without torch's wrappers; those of others may be part of the update."""
     return inspect.unwrap(type(optimizer).step, stop=lambda function: not _is_of_torch(function))
 
@@ -420,134 +244,3 @@ def _same(before: Any, after: Any) -> bool:
         return np.array_equal(before, after) if isinstance(before, np.ndarray) else bool(before == after)
     except Exception:
         return False
-
-
-@contextmanager
-def numbers_stay_tensors(
-    optimizer: torch.optim.Optimizer,
-    settings: Iterable[torch.Tensor] = (),
-    stored: Iterable[tuple[torch.Tensor, torch.dtype]] = (),
-) -> Iterator[None]:
-    """Let ``min``, ``max`` and ``math`` take tensors in the module of the optimizer's step; see `_Scalars`."""
-    space = inspect.unwrap(type(optimizer).step).__globals__
-    stand_ins = {"min": _choice(min, torch.minimum), "max": _choice(max, torch.maximum), "math": _Math()}
-    before = {name: space[name] for name in stand_ins if name in space}
-    usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # keeps the user's own functions
-    space.update(usable)
-    try:
-        with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings, stored):
-            yield
-    finally:
-        for name in usable:
-            if name in before:
-                space[name] = before[name]
-            else:
-                del space[name]
-
-
-def _choice(builtin: Callable[..., Any], of_tensors: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a ``min`` or ``max`` that also takes zero-dimensional tensors."""
-
-    def choose(*values: Any, **options: Any) -> Any:
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if len(values) < 2 or not tensors:
-            return builtin(*values, **options)
-        chosen, *others = (torch.as_tensor(value, dtype=tensors[0].dtype) for value in values)
-        for value in others:
-            chosen = of_tensors(chosen, value)
-        return chosen
-
-    return choose
-
-
-class _Math:
-    """Stand-in for ``math`` whose functions also take tensors if torch has a function of that name."""
-
-    def __getattr__(self, name: str) -> Any:
-        plain = getattr(math, name)
-        of_tensors = getattr(torch, name, None)
-        if not callable(plain) or of_tensors is None:
-            return plain
-
-        def function(*values: Any) -> Any:
-            return (of_tensors if isinstance(values[0], torch.Tensor) else plain)(*values)
-
-        return function
-
-
-class WithoutBfloat16(TorchFunctionMode):
-    """Replace bfloat16 that a step uses for speed (Muon) by float32, since few CPU kernels support it."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        requested = func.__name__ == "bfloat16" or (
-            func.__name__ == "to" and any(value is torch.bfloat16 for value in (*args, *(kwargs or {}).values()))
-        )  # traced tensors have a separate method for each
-        if requested and args[0].dtype == torch.float32:
-            return args[0].clone()
-        return func(*args, **(kwargs or {}))
-
-
-_IN_PLACE = {f"{name}_" for name in ("add", "sub", "mul", "div")} | {
-    f"__i{n}__" for n in ("add", "sub", "mul", "truediv")
-}
-"""Names of torch's methods that change a number in place."""
-
-
-class _Scalars(TorchFunctionMode):
-    """A mode in which tensors replace Python numbers in an optimizer's step.
-
-    Numbers read from tensors stay tensors. Settings that are inputs count as nonzero: torch's optimizers test them for
-    zero only to skip work that has no effect at zero. In-place changes of `stored` tensors, which are wider than the
-    user's, keep the user's precision: the product of NAdam's momenta is float32 in a float64 step.
-    """
-
-    def __init__(
-        self, kind: str, settings: Iterable[torch.Tensor], stored: Iterable[tuple[torch.Tensor, torch.dtype]]
-    ) -> None:
-        super().__init__()
-        self._kind = kind
-        self._settings = list(settings)
-        self._stored = {id(tensor): (tensor, dtype) for tensor, dtype in stored}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func.__name__ in ("ne", "__ne__") and any(args[0] is known for known in self._settings):
-            return True
-        if func is torch.Tensor.item and sys._getframe(1).f_code.co_name not in _CASTS:
-            return args[0].reshape(())
-        if func.__name__ in ("item", *_CASTS):
-            raise ConversionError(
-                f"the step of optimizer {self._kind} decides by the value of a tensor ({_line()}): a graph cannot; "
-                "write it with torch.where, or export without an optimizer and update the parameters yourself"
-            )
-        if func.__name__ in ("pow", "__pow__") and args[1:] == (0.5,):
-            return args[0].sqrt()  # kernels compute it, and no other power of a single number
-        wide = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-        kinds = (torch.Tensor, float) if wide else torch.Tensor  # torch's exporter would round a number to float32
-        factor = next((kwargs.pop(k) for k in ("value", "alpha") if isinstance(kwargs.get(k), kinds)), None)
-        if factor is None:
-            if func.__name__ in _IN_PLACE and id(args[0]) in self._stored:
-                return self._changed(func, args)
-            return func(*args, **kwargs)
-        first, *rest = args
-        change = rest[0] / rest[1] if "addcdiv" in func.__name__ else rest[0] * rest[1] if len(rest) > 1 else rest[0]
-        by = change * factor
-        sign = -1 if "sub" in func.__name__ else 1
-        return first.add_(sign * by) if func.__name__.endswith("_") else first + sign * by
-
-    def _changed(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
-        """Return the result of an in-place change of a number, which torch computes in the number's dtype."""
-        tensor, dtype = self._stored[id(args[0])]
-        rest = (value.to(dtype) if isinstance(value, torch.Tensor) else value for value in args[1:])
-        return tensor.copy_(func(tensor.to(dtype), *rest))
-
-
-def _line() -> str:
-    """Return the current line of the optimizer."""
-    frames = [frame for frame in inspect.stack()[2:] if not frame.filename.endswith(("overrides.py", "_tensor.py"))]
-    frame = next(frame for frame in frames if "torch/" not in frame.filename or "torch/optim" in frame.filename)
-    return f"{frame.filename}:{frame.lineno}"
