@@ -18,6 +18,7 @@ from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.metadata import BODY_KEY, TAG, entries, set_entries, set_entry
 from onnx_remat.ir.naming import Unused
+from onnx_remat.ir.opsets import opset_of
 from onnx_remat.messages import Setting
 
 _OWN = TAG + "body."
@@ -118,8 +119,8 @@ def check_fits(model: onnx.ModelProto) -> None:
         The model's opset has no sequences, an output is not a tensor of a known type, or a name has the prefix of names
         made here.
     """
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), None)
-    if opset is None:
+    opset = opset_of(model)
+    if not opset:
         raise ModelError("{} needs opset {} of ONNX's own ops, which the model does not import", _UNWANTED, _OLDEST)
     if opset < _OLDEST:
         raise ModelError("{} needs opset {}: convert the model from opset {} first", _UNWANTED, _OLDEST, opset)

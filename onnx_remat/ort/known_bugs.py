@@ -176,8 +176,7 @@ def find(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tupl
     >>> [(found.bug.fusion, found.node) for found in find(onnx.parser.parse_model(text))]
     [('MatmulTransposeFusion', 'y')]
     """
-    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
-    return tuple(_found(_Scope.of(model.graph, opset, dict(ranks or {}))))
+    return tuple(_found(_Scope.of(model.graph, opset_of(model), dict(ranks or {}))))
 
 
 def warnings(model: onnx.ModelProto, ranks: Mapping[str, int] | None = None) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.ir import large_windows
+from onnx_remat.ir.graph import attributes
 from onnx_remat.ort.kernels import cuda_workspace
 from onnx_remat.ort.kernels.base import Kernels, OpKey, Pairs, key
 
@@ -136,7 +137,7 @@ def uneven_pads(node: onnx.NodeProto) -> bool:
     """
     if key(node) != (_ONNX, "ConvTranspose"):
         return False
-    stated = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    stated = attributes(node)
     pads = list(stated.get("pads", ()))
     half = len(pads) // 2
     return pads[:half] != pads[half:] or stated.get("auto_pad", b"NOTSET") in (b"SAME_UPPER", b"SAME_LOWER")
