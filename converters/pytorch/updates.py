@@ -59,11 +59,11 @@ def twin(
     by_id = {id(parameters[name]): copy for name, copy in copies.items()}
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")}
-    known: dict[int, Any] = {}
-    other.__dict__.update(_copied(attributes, known))
+    known: dict[int, tuple[Any, Any]] = {}
+    other.__dict__.update({key: _copied(value, known) for key, value in attributes.items()})
     other.param_groups = [
         {
-            **_copied({key: value for key, value in group.items() if key != "params"}, known),
+            **{key: _copied(value, known) for key, value in group.items() if key != "params"},
             **({"capturable": False} if "capturable" in group else {}),  # its steps are on the host
             **{key: value for key, value in (settings or {}).items() if key in group},
             "params": [by_id[id(p)] for p in group["params"] if id(p) in by_id],
@@ -74,11 +74,11 @@ def twin(
     return other
 
 
-def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
+def _copied(value: Any, known: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """Return a copy of a container or array, and of those in it; whatever else is in them stays the same object.
 
-    `known` has the copies made so far, by the identity of what they copy. A container that cannot be copied stays the
-    same object, too: one that is frozen needs no copy.
+    `known` has what was copied so far, with its copy, by identity: while it is in there, no other object has its
+    identity. A container that cannot be copied stays the same object, too: one that is frozen needs no copy.
     """
     known = {} if known is None else known
     if type(value) is tuple:
@@ -88,16 +88,14 @@ def _copied(value: Any, known: dict[int, Any] | None = None) -> Any:
     if id(value) not in known:
         try:
             made: Any = shallow_copy(value)
-            known[id(value)] = made
-            places = (
-                made.items() if isinstance(made, dict) else enumerate(made if isinstance(made, list | deque) else ())
-            )
-            for place, old in list(places):
+            known[id(value)] = value, made
+            listed = made if isinstance(made, list | deque) else ()
+            for place, old in list(made.items() if isinstance(made, dict) else enumerate(listed)):
                 if (new := _copied(old, known)) is not old:
                     made[place] = new
         except Exception:
-            known[id(value)] = value
-    return known[id(value)]
+            known[id(value)] = value, value
+    return known[id(value)][1]
 
 
 _CONTAINERS = (dict, list, deque, set, np.ndarray)

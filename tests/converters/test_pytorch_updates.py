@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript")
 import itertools
 
 import torch
-from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds
+from onnx_remat.converters.pytorch import budgeted, export_training_step, initial_feeds, updates
 from torch import nn
 
 from onnx_remat.errors import ConversionError
@@ -494,6 +494,15 @@ def test_a_cache_is_filled_by_one_step_in_torch():
     optimizer.step()
     made = export_training_step(model, (x, y), mse, optimizer)
     assert "new.weight" in [value.name for value in made.graph.output]
+
+
+def test_a_twin_has_the_settings_of_each_group():
+    parameters = {str(i): nn.Parameter(torch.ones(2)) for i in range(9)}
+    groups = [{"params": [parameter], "lr": 0.1 * i, "marks": [i]} for i, parameter in enumerate(parameters.values())]
+    optimizer = torch.optim.SGD(groups)
+    made = updates.twin(optimizer, parameters, parameters, {}).param_groups
+    assert [(group["lr"], group["marks"]) for group in made] == [(0.1 * i, [i]) for i in range(9)]
+    assert all(mine["marks"] is not own["marks"] for mine, own in zip(made, optimizer.param_groups, strict=True))
 
 
 class Frozen(dict):
