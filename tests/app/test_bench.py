@@ -89,6 +89,7 @@ def test_benchmark_of_a_whole_step(tmp_path, capsys):
     assert "equal to the last bit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_max_batch_is_larger_rewritten(tmp_path, capsys):
     path = tmp_path / "mlp.onnx"
     onnx.save(mlp(layers=6, width=16, dims="batch"), path)

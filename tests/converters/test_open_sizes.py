@@ -158,6 +158,7 @@ def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
         export_training_step(Positions(), batch, loss, dynamic_dims=both)
 
 
+@pytest.mark.slow
 def test_sizes_that_a_view_cannot_divide_are_refused():
     class Pairs(nn.Module):
         def __init__(self):

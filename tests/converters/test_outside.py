@@ -130,6 +130,7 @@ def test_steps_read_what_changed(kind):
             loss.change()
 
 
+@pytest.mark.slow
 def test_tensors_of_modules_that_are_no_buffers():
     class Scaled(nn.Module):
         def __init__(self):
@@ -315,6 +316,7 @@ def test_values_that_python_reads():
     refused(lambda made, target: F.cross_entropy(made / temperature.item(), target), "reads the value of a tensor")
 
 
+@pytest.mark.slow
 def test_memory_of_what_is_trained():
     model = network()
     weight = model[0].weight.detach()

@@ -80,6 +80,7 @@ def test_an_output_in_slots_is_taken_apart_where_parts_of_it_are_wanted():
         parts_of(output, ("loss",))
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_a_tensor_has_an_output():
     model = Classifier()
     step = made(model, cross_entropy, batch(), outputs=["output"], budget="200% of the step")
@@ -122,6 +123,7 @@ def test_smaller_batches_have_smaller_outputs():
     torch.testing.assert_close(step.outputs["output"], expected)
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(UsageError, match="no tensor 'logit'; it has loss, logits"):
         made(Classifier(Made), None, batch(), outputs=["logit"])

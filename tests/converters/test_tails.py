@@ -453,6 +453,7 @@ def test_a_device_has_a_kernel_for_every_node_of_a_median():
     assert placement.nodes_on_host(prepare_for_simulation(step, Preparation(kernels_of("cuda")))) == {}
 
 
+@pytest.mark.slow
 def test_values_and_gradients_at_the_ends_of_what_a_function_reads_are_torchs():
     """Bilinear samples of no place are left out: torch's own gradient of them crashes."""
     step = export_training_step(Each(ENDS), torch.ones(()), outputs=list(ENDS), check=False)

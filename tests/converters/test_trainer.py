@@ -176,6 +176,7 @@ class Annealed(BudgetedTrainer):
         return super().compute_loss(model, inputs) * (1 + self.state.global_step)
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_the_state_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"compute_loss reads state\.global_step"):
         trained(Annealed, language(layers=1), tmp_path, texts(2 * BATCH), check=False)

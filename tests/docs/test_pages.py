@@ -117,6 +117,7 @@ def test_every_page_is_in_one_side_bar_of_at_most_fifteen():
     assert sorted(page for tab in tabs for page in tab) == sorted(pages)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

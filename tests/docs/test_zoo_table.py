@@ -26,6 +26,7 @@ LINES = [
 ]
 
 
+@pytest.mark.slow
 def test_counts_and_cells_follow_from_the_lines(tmp_path):
     """Of a journal, from which the table is printed without measuring anything."""
     key, journal = json.dumps(["scripts.tables.zoo", {}]), tmp_path / "lines.jsonl"

@@ -54,6 +54,7 @@ def for_loop(tmp_path_factory):
     return path, result
 
 
+@pytest.mark.slow
 def test_what_the_budget_covers_comes_first(step, small, for_loop):
     """And nothing that it does not cover stands without saying so."""
     path, result = for_loop

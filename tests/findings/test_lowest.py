@@ -90,6 +90,7 @@ def test_the_lowest_budget_of_a_chain_is_kept_again(tmp_path, capsys):
     assert again.covered()[1] == found["peak"] <= found["budget"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("find", [lowest.lowest_budget, functools.partial(sweep, points=2)])
 def test_budgets_of_a_few_bytes_are_no_percentages(find):
     """Small ints are refused as budgets of a user, who means percentages."""

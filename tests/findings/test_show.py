@@ -40,6 +40,7 @@ def data_of(path):
     return json.loads(re.search(r"const DATA = (.*);\n", path.read_text())[1])
 
 
+@pytest.mark.slow
 def test_slabs_say_what_the_report_says(for_loop):
     for laid, taken in zip((slab.before(for_loop), slab.after(for_loop)), for_loop.report.loops(), strict=True):
         held = laid.live_at(laid.busiest)

@@ -220,6 +220,7 @@ def test_processes_of_a_sweep_that_die_or_refuse_end_it(monkeypatch):
         [*_tried_apart(mlp(), [1, 2, 3], 2, {}, ["a", "b", "c"], silent)]
 
 
+@pytest.mark.slow
 def test_several_processes_read_the_data_of_the_file(tmp_path, capsys):
     model = mlp(layers=4, batch=128, width=32)
     inputs = [value for value in model.graph.input if value.name != "w3"]

@@ -111,6 +111,7 @@ def test_the_original_runs_in_the_order_that_is_emulated(tmp_path):
         assert name.startswith(op.node.op_type) if op.expanded else name == op.label
 
 
+@pytest.mark.slow
 def test_a_result_keeps_its_order_and_its_bits(tmp_path):
     pytest.importorskip("onnxruntime")
     from onnx_remat.measure import processes, verify

@@ -153,6 +153,7 @@ _LOAD = "import sys, resource\nfrom onnx_remat.ir import model_io\nmodel_io.load
 _LOAD += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_weights(tmp_path):
     """A file of 300 MB: loading it takes no more memory than loading a small one, within 30 MB."""
     small, large = tmp_path / "small.onnx", tmp_path / "large.onnx"

@@ -138,6 +138,7 @@ def test_what_a_first_look_finds_is_improved(monkeypatch):
     assert report.extra_compute < looks[0].extra_compute
 
 
+@pytest.mark.slow
 def test_a_plan_that_only_a_first_look_finds_is_improved(monkeypatch):
     """The search from its own starts finds none within the target."""
     looks, made, selected, make_plan, first_look = [], [], plans._selected, fit.make_plan, plans.first_look

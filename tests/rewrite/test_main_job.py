@@ -88,6 +88,7 @@ def test_verify_run_reports_order_and_outputs(mlp_path):
     assert report.measured.after <= report.budget < report.measured.before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", few(SAMPLES, SAMPLES[:1]), ids=lambda p: p.stem)
 def test_keep_all_never_makes_it_worse(path):
     """Asked for the impossible, it names the lowest it reaches; asked for that, the file as executed keeps it."""
@@ -324,6 +325,7 @@ def test_the_nodes_of_a_report_add_up_to_those_of_the_file(run_by):
     assert set(rest) <= {"Unsqueeze", "Shape", "Size", "Mul"}
 
 
+@pytest.mark.slow
 def test_following_refusals_leads_to_a_budget_that_is_kept():
     """A plan's lowest peak is named first; where no file keeps it, the next refusal names what a file does."""
     model, budget = mlp(layers=12, batch=4096, width=32), "22%"

@@ -336,6 +336,7 @@ def test_an_input_with_a_default_may_be_left_out_again():
     assert found == [2, 3, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [True, False])
 def test_a_default_that_decides_shapes_is_fixed(fuse):
     """The plan counts on it; another value of a default that decides none is fine."""
