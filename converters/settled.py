@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from onnx_remat.ir.body import bodies, rename_captures
+from onnx_remat.ir.body import bodies, rename_values
 from onnx_remat.ir.graph import captures
 from onnx_remat.ir.naming import Unused
 
@@ -85,11 +85,8 @@ def _needed(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _rename(graph: onnx.GraphProto, renamed: dict[str, str]) -> None:
-    """Rename values of one graph, not of the bodies in it."""
+    """Rename values of a graph, also where bodies in it read them."""
     for values in (graph.input, graph.output, graph.initializer, graph.value_info):
         for value in values:
             value.name = renamed.get(value.name, value.name)
-    for node in graph.node:
-        node.input[:] = [renamed.get(name, name) for name in node.input]
-        node.output[:] = [renamed.get(name, name) for name in node.output]
-        rename_captures(node, renamed)
+    rename_values(graph.node, renamed)

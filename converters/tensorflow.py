@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.ir.body import bodies
+from onnx_remat.ir.body import rename_values
 from onnx_remat.messages import Setting, first_line
 from onnx_remat.ort import runtime
 
@@ -397,17 +397,7 @@ def _rename(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequence[str
             taken.add(value.name)
     for value in (*graph.input, *graph.output, *graph.value_info):
         value.name = mapping.get(value.name, value.name)
-    for node in _all_nodes(graph):
-        node.input[:] = [mapping.get(name, name) for name in node.input]
-        node.output[:] = [mapping.get(name, name) for name in node.output]
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes of a graph and of the bodies inside it."""
-    for node in graph.node:
-        yield node
-        for body in bodies(node):
-            yield from _all_nodes(body)
+    rename_values(graph.node, mapping)
 
 
 class _Gradients:
