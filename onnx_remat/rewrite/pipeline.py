@@ -313,8 +313,8 @@ def _verify(job: Job, written: Rewritten, executed: Mapping[str, Executed]) -> v
         beyond=(beyond_tensors(original.executed), beyond_tensors(list(executed.values())[-1])),
     )
     return verify.run(
-        compiled, written.model, original.folder, options.dims, limits, order, written.rounded, not options.patterns,
-        options.fuse,
+        compiled, written.model, original.folder, options.dims, limits, order,
+        rounded=written.rounded, body=not options.patterns, fuse=options.fuse,
     )  # fmt: skip
 
 

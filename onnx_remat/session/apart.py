@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from operator import itemgetter
 
 from onnx_remat.errors import UsageError
 
@@ -27,7 +26,7 @@ def check_apart(spans: Iterable[tuple[int, int, str]], renewed: Container[str], 
     Traceback (most recent call last):
     onnx_remat.errors.UsageError: the arrays of 'a' and 'c' share memory: pass a copy
     """
-    if pair := sharing(sorted(spans), renewed):
+    if pair := sharing(spans, renewed):
         raise UsageError(f"the arrays of {pair[0]!r} and {pair[1]!r} share memory: {instead}")
 
 
@@ -38,7 +37,7 @@ def sharing(spans: Iterable[tuple[int, int, str]], renewed: Container[str]) -> t
     they would have been the first.
     """
     end, last = 0, ""
-    for address, nbytes, name in sorted(spans, key=itemgetter(0)):
+    for address, nbytes, name in sorted(spans):
         if not nbytes:
             continue
         if address < end and (name in renewed or last in renewed):
