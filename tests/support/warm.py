@@ -71,8 +71,12 @@ class Forks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._libraries = _of_libraries(os.environ)
+        self._libraries: dict[str, str] = {}
         self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def begin(self) -> None:
+        """Note what libraries will find in the environment: the process that forks imports them in this one."""
+        self._libraries = _of_libraries(os.environ)
 
     def can(self, environment: Mapping[str, str]) -> bool:
         """Whether libraries would find in a fork the environment that they find in a fresh process."""
@@ -130,6 +134,7 @@ def _call(task: str, job: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def warm_processes() -> Iterator[None]:
     """Within the block, what is prepared in a process of its own is prepared in one forked from one that is warm."""
+    FORKS.begin()
     with (
         mock.patch.object(plan_session, "Child", WarmChild),
         mock.patch.object(machine_code, "Child", WarmChild),
