@@ -202,6 +202,7 @@ def test_groups_of_heads_share_keys():
     assert forms(divided(Attention(attend(is_causal=True, enable_gqa=True), groups=1), batch())) == TRIANGLE
 
 
+@pytest.mark.slow
 def test_queries_go_on_after_earlier_keys():
     x, target = batch()
     earlier = torch.randn(TEXTS, 144, HEADS * WIDTH, dtype=torch.float64)
@@ -209,11 +210,13 @@ def test_queries_go_on_after_earlier_keys():
     assert forms(divided(Attention(formula), (x, earlier, target))) == both((64, 80), (64, 144))
 
 
+@pytest.mark.slow
 def test_sizes_that_are_no_multiples():
     formula = attend(is_causal=True)
     assert forms(divided(Attention(formula), batch(tokens=200), 3)) == both((67, 80), (67, 144), (66, 200))
 
 
+@pytest.mark.slow
 def test_blocks_of_some_texts():
     """Parts of 64 rows at least: the rest of the parts are texts."""
     assert forms(divided(Attention(attend(is_causal=True)), batch(texts=4), 4)) == [(64, 64), (64, 128)] * 2 + [
@@ -243,7 +246,7 @@ PADDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(PADDED, ["added to the mask", "a number, then a number"]))
+@pytest.mark.parametrize("name", few(PADDED, ["added to the mask"]))
 def test_padding_that_the_batch_brings_in_other_forms(name):
     """A row without any key has equal shares of all keys where numbers hide, hidden ones too: it is left whole."""
     formula, expected = PADDED[name]
@@ -263,7 +266,7 @@ def test_dropout_draws_for_what_a_block_sees():
     assert forms(made, op_types=("Dropout",)) == TRIANGLE[:2]
 
 
-@pytest.mark.parametrize("seed", few(range(8), [0, 1]))
+@pytest.mark.parametrize("seed", few(range(8), [1]))
 def test_random_masks(seed):
     """A band with holes, or all up to its end, of queries and keys in other numbers."""
     generator = torch.Generator().manual_seed(seed)
@@ -281,6 +284,7 @@ def test_random_masks(seed):
     assert max(queries for queries, _ in found) < rows
 
 
+@pytest.mark.slow
 def test_scores_of_any_size():
     model = Attention(attend(is_causal=True))
     with torch.no_grad():

@@ -294,7 +294,12 @@ def differences(model: onnx.ModelProto, feeds: dict[str, np.ndarray], wrt: list[
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+SLOW = ("Conv-many-channels", "Conv-large-grouped", "Conv-many-dilated", "Conv-large", "Resize-nearest-odd")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case.id in SLOW else case for case in CASES], ids=IDS
+)
 def test_rule_against_differences(case: Case) -> None:
     model, feeds, wrt = build(case, symbolic=False)
     expected = differences(model, feeds, wrt)

@@ -158,6 +158,7 @@ def test_parameters_that_are_not_contiguous_and_half_precision():
     close(model, theirs, 5e-3)
 
 
+@pytest.mark.slow
 def test_averages_and_micro_batches():
     ours, theirs = net(), net()
     other = torch.optim.SGD(theirs.parameters(), 0.1)
@@ -196,6 +197,7 @@ class ReturnsDict(nn.Linear):
         return {"logits": logits, "loss": cross_entropy(logits, labels)}
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_loss_in_a_dict_and_a_loop_that_calls_item():
     torch.manual_seed(0)
     ours = ReturnsDict(6, 3)
@@ -228,7 +230,11 @@ class ReturnsLossWithLabels(nn.Linear):
     ("more", "said"),
     [
         ({}, r"returned no loss: are the labels in the batch \('labels' .*\)\? Otherwise pass loss="),
-        ({"labels": torch.arange(8) % 3, "as_tuple": True}, r"returned tuple, .*: return the loss alone, as .loss or"),
+        pytest.param(
+            {"labels": torch.arange(8) % 3, "as_tuple": True},
+            r"returned tuple, .*: return the loss alone, as .loss or",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["none", "tuple"],
 )
@@ -245,6 +251,7 @@ def test_a_loss_that_takes_the_output_alone():
         budgeted(model, lambda output: output.loss, torch.optim.SGD(model.parameters(), 0.1), batch)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_in_a_loop_of_dicts(tmp_path):
     """As in PyTorch, from loading to saving."""
     transformers = pytest.importorskip("transformers")
@@ -330,6 +337,7 @@ def in_torch(model, optimizer, batch):
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_rates_of_an_optimizer_that_was_loaded():
     """Loading gives it new groups."""
     ours, mine, step, batch, theirs, other = small(lr=0.1, momentum=0.9)
@@ -472,6 +480,7 @@ def test_changes_of_a_loss_that_is_a_module_are_refused(match):
         before.check(Facts.of(model, (optimizer,), set(), loss=loss))
 
 
+@pytest.mark.slow
 def test_a_step_sees_the_mode_of_its_loss():
     class Noisy(nn.Module):
         def __init__(self):
@@ -524,6 +533,7 @@ class OfEncoding(nn.Module):
         return self.layer(given["x"])
 
 
+@pytest.mark.slow
 def test_tensors_in_a_mapping_of_its_own_type_are_inputs():
     ours, batches = OfEncoding(), [(Encoding(x=torch.randn(8, 6)), torch.randn(8, 2)) for _ in range(3)]
     theirs = copy.deepcopy(ours)
@@ -575,6 +585,7 @@ class Calling(nn.Module):
         return scaling(self.inner(x)).square().mean()
 
 
+@pytest.mark.slow
 def test_what_a_model_only_calls_is_given_by_its_method():
     model, x, scaling = Calling(), torch.ones(3, 2), Scaling(torch.ones(1))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -747,7 +758,7 @@ class Renewing(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("budget", [None, "100% of the step"])
+@pytest.mark.parametrize("budget", few([None, "100% of the step"], [None]))
 def test_every_buffer_is_torchs(budget):
     torch.manual_seed(0)
     model = Renewing()
@@ -764,7 +775,11 @@ def test_every_buffer_is_torchs(budget):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(torch.zeros(0), torch.zeros(6)), (torch.zeros(6, dtype=torch.long), torch.zeros(6))]
+    ("before", "after"),
+    [
+        (torch.zeros(0), torch.zeros(6)),
+        pytest.param(torch.zeros(6, dtype=torch.long), torch.zeros(6), marks=pytest.mark.slow),
+    ],
 )
 def test_buffers_that_change_their_form_are_refused(before, after):
     class Keeping(nn.Linear):
@@ -779,6 +794,7 @@ def test_buffers_that_change_their_form_are_refused(before, after):
         budgeted(model, nn.functional.mse_loss, optimizer, (torch.randn(8, 6), torch.randn(8, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(["AdamW", "NAdam", "RAdam", "Adadelta"], ["AdamW"]))
 def test_float64_is_as_exact_as_torch(kind):
     """NAdam keeps the product of its momenta in float32 all the same."""
@@ -843,7 +859,7 @@ def test_what_a_module_keeps_of_a_run_is_not_left_behind():
     torch.testing.assert_close(model(batch[0]), model(batch[0]))
 
 
-@pytest.mark.parametrize("where", ["k of group 0", "self.k", r"self.state\['all'\]"])
+@pytest.mark.parametrize("where", few(["k of group 0", "self.k", r"self.state\['all'\]"], ["self.k"]))
 def test_optimizers_that_count_outside_the_state_of_parameters_are_refused(where):
     class Counter(torch.optim.Optimizer):
         def __init__(self, parameters):
@@ -865,6 +881,7 @@ def test_optimizers_that_count_outside_the_state_of_parameters_are_refused(where
         small(Counter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [{"clip_norm": -1.0}, {"clip_value": float("nan")}, {"accumulate": 2.5}])
 def test_options_around_the_step_that_make_no_sense(option):
     model, optimizer = changing()
@@ -872,6 +889,7 @@ def test_options_around_the_step_that_make_no_sense(option):
         budgeted(model, None, optimizer, (torch.randn(8, 6),), **option)
 
 
+@pytest.mark.slow
 def test_memory_that_a_step_cannot_renew_is_refused():
     model, optimizer = changing()
     batch = torch.randn(8, 6), torch.randn(8, 2)
@@ -1009,7 +1027,10 @@ def test_bfloat16_is_refused_by_the_module_that_uses_it():
         budgeted(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1), batches(1)[0], check=False)
 
 
-@pytest.mark.parametrize(("named", "other"), [("input.0", "input.1"), ("input.1", "input.0")])
+EITHER_OPEN = [("input.0", "input.1"), ("input.1", "input.0")]
+
+
+@pytest.mark.parametrize(("named", "other"), few(EITHER_OPEN, EITHER_OPEN[:1], several=True))
 def test_an_input_that_shares_an_open_dimension_must_be_open_too(named, other):
     model, batch = nn.Sequential(nn.Linear(4, 3)), (torch.randn(16, 4), torch.randint(0, 3, (16,)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

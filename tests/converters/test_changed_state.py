@@ -154,7 +154,7 @@ KINDS = [Average, MaxNorm, UnitNorm, Codebook, Replaced, WithoutGradient, Carrie
 RECIPES = [*((kind, {}) for kind in KINDS), (UnitNorm, {"accumulate": 2}), (MaxNorm, {"average": 0.5})]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), few(RECIPES, RECIPES[:3], several=True))
+@pytest.mark.parametrize(("kind", "recipe"), few(RECIPES, RECIPES[:1], several=True))
 def test_what_a_forward_pass_changes_is_changed_as_in_torch(kind, recipe):
     torch.manual_seed(1)
     theirs = kind()

@@ -81,7 +81,7 @@ def whole(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 WAYS = ["bfloat16", "autocast to bfloat16", "autocast to float16"]
 STEPS = list(itertools.product([Text, Images], WAYS, [loss, whole]))
-QUICK = [(Text, WAYS[0], whole), (Images, WAYS[0], loss), (Text, WAYS[1], loss), (Images, WAYS[2], whole)]
+QUICK = [(Images, WAYS[0], loss), (Text, WAYS[1], loss), (Images, WAYS[2], whole)]
 
 
 @pytest.mark.parametrize(("kind", "how", "loss"), few(STEPS, QUICK, several=True))

@@ -73,13 +73,14 @@ def runtime_session(model: onnx.ModelProto):
 TRAINED = list(zip(SMALL, [*OPTIMIZERS] * 3, strict=True))
 
 
-@pytest.mark.parametrize(("name", "optimizer"), few(TRAINED, TRAINED[:2], several=True))
+@pytest.mark.parametrize(("name", "optimizer"), few(TRAINED, TRAINED[1:2], several=True))
 def test_twenty_steps_follow_jax(name: str, optimizer: str) -> None:
     ours, theirs = curves(SMALL[name](), OPTIMIZERS[optimizer])
     assert theirs[-1] < theirs[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_long_scans_become_scan_nodes_and_agree() -> None:
     case = SMALL["gpt in a scan"]()
     model = case.export(unroll=1)

@@ -25,6 +25,7 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
 from onnx_remat.ort.prepare import Preparation
 from onnx_remat.rewrite.original import begin
+from tests.support.slow import few
 
 ROWS, WIDTH, WORDS = 64, 16, 4096
 LOGITS = ROWS * WORDS * 4
@@ -79,7 +80,7 @@ def test_a_product_may_have_thousands_of_factors():
     assert len(model.graph) == 3002
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", few(["mean", "sum"], ["mean"]))
 def test_a_cross_entropy_takes_two_matrices_as_large_as_its_logits_at_most(reduction):
     original = begin(language(reduction=reduction), {"run_by": "loop"})
     state = 2 * (2 * WORDS * WIDTH + WORDS) * 4  # parameters and gradients
@@ -99,7 +100,7 @@ def _adds_to_logits(op) -> bool:
     return any(a.name == "axis" and a.i == 1 for a in op.node.attribute)
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (3, 7, 4), (2, 7, 3, 3)])
+@pytest.mark.parametrize("shape", few([(5, 7), (3, 7, 4), (2, 7, 3, 3)], [(3, 7, 4)]))
 @pytest.mark.parametrize("extra", [{}, {"weight": torch.rand(7) + 0.1}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
 def test_gradients_of_every_kind_of_cross_entropy_are_torchs(shape, extra):
     model = nn.Conv1d(7, 7, 1) if len(shape) == 3 else nn.Conv2d(7, 7, 1) if len(shape) == 4 else nn.Linear(7, 7)
@@ -138,6 +139,7 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.slow
 def test_silu_is_held_in_two_parts():
     rows, width, wide, layers = 64, 8, 4096, 6
     model = nn.Sequential(*[Gated(width, wide) for _ in range(layers)])
@@ -163,6 +165,7 @@ def test_a_causal_mask_needs_no_look_for_rows_of_nothing():
     assert count(made, "Softmax") == 1 and count(made, "ReduceMin") == count(made, "ReduceMax") == 0
 
 
+@pytest.mark.slow
 def test_nor_does_one_of_any_batch():
     free = {f"input.{i}": {0: "batch"} for i in range(2)}
     made = export_training_step(
@@ -171,6 +174,7 @@ def test_nor_does_one_of_any_batch():
     assert count(made, "Softmax") == 1 and count(made, "ReduceMin") == count(made, "ReduceMax") == 0
 
 
+@pytest.mark.slow
 def test_a_mask_that_follows_from_an_open_size_is_looked_at():
     """Of a batch of eight or more the last rows would be empty: what two rows show says nothing of them."""
     free = {f"input.{i}": {0: "batch"} for i in range(2)}
@@ -270,7 +274,7 @@ def _mean_of_squares(y, target):
     return ((y.pow(2).mean(-1) - target) * 3).abs().sum()
 
 
-@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("free", few([False, True], [False]))
 def test_the_gradient_of_what_was_split_is_put_together_again(free):
     """Not padded to the whole three times and added, which CUDA's kernel takes half a ViT's step for."""
     options = {"dynamic_dims": {f"input.{i}": {0: "batch"} for i in range(2)}} if free else {}

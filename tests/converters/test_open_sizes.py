@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, ["many", "plain"]))
+@pytest.mark.parametrize("case", few(CASES, ["many"]))
 def test_a_batch_for_which_the_step_is_another_is_refused(case):
     forward, refused, taken = CASES[case]
     model, batch = Block(forward), (torch.randn(10, 4), torch.arange(10) % 4)
@@ -77,7 +77,7 @@ def test_a_warning_states_the_sizes_of_a_file_for_which_it_is_wrong():
         export_training_step(Block(even), batch, cross_entropy, dynamic_dims=OPEN)
 
 
-@pytest.mark.parametrize("rounded", [math.floor, math.ceil, round])
+@pytest.mark.parametrize("rounded", few([math.floor, math.ceil, round], [math.ceil]))
 def test_code_may_decide_by_a_part_of_a_size(rounded):
     def part(_, y):
         return y * 2 if rounded(y.shape[0] * 0.75) > 3 else y
@@ -102,6 +102,7 @@ class Pair(nn.Module):
 TWO_LENGTHS = {"input.0": {1: "source"}, "input.1": {1: "target"}}
 
 
+@pytest.mark.slow
 def test_sizes_of_two_dimensions_for_which_the_step_is_another_are_refused_together():
     model, x, y = Pair(), torch.randn(2, 5, 3), torch.randn(2, 6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -138,6 +139,7 @@ def test_a_condition_on_many_sizes_is_stated_only_where_some_of_them_make_it_fal
     assert any("is false: for these, its code decides" in str(each.message) for each in found) == is_wrong
 
 
+@pytest.mark.slow
 def test_the_second_size_of_the_comparison_is_one_that_the_code_allows():
     class Positions(nn.Module):
         def __init__(self):
@@ -208,7 +210,7 @@ class Last(nn.Module):
         return made[torch.arange(x.shape[0]), lengths - 1].square().mean()
 
 
-@pytest.mark.parametrize("places", [7, 6])
+@pytest.mark.parametrize("places", few([7, 6], [7]))
 def test_a_step_whose_example_reads_its_last_entry_is_compared_at_a_larger_size(places):
     """Six places leave no larger one."""
     batch = torch.randn(4, 6, 3), torch.tensor([6, 3, 2, 5])
@@ -234,7 +236,7 @@ class Narrowed(Last):
         return made.gather(1, (lengths - 1)[:, None, None].expand(-1, 1, 3)).square().mean()
 
 
-@pytest.mark.parametrize("model", [Long(), Narrowed(6)])
+@pytest.mark.parametrize("model", [Long(), pytest.param(Narrowed(6), marks=pytest.mark.slow)])
 def test_a_step_that_no_larger_text_fits_is_compared_at_the_examples_alone(model):
     batch = torch.randn(4, 6, 3), torch.tensor([6, 3, 2, 5])
     with pytest.warns(UserWarning, match="at the example's sizes alone") as said:

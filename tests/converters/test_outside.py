@@ -114,7 +114,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", few(LOSSES, ["plain", "data", "teacher"]))
+@pytest.mark.parametrize("kind", few(LOSSES, ["plain", "teacher"]))
 def test_steps_read_what_changed(kind):
     torch.manual_seed(0)
     ours = network()
@@ -164,6 +164,7 @@ def test_hooks_that_read_a_mask():
     assert torch.equal(before[0], model[0].weight) and not torch.equal(before[2], model[2].weight)
 
 
+@pytest.mark.slow
 def test_a_variable_that_holds_another_tensor():
     model, batch, weights = network(), example(), torch.ones(3)
     step = budgeted(
@@ -264,6 +265,7 @@ def test_memory_that_nothing_of_python_holds():
         budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), example())
 
 
+@pytest.mark.slow
 def test_another_type_in_its_place():
     model, batch, loss = network(), example(), Plain()
     step = budgeted(model, loss, torch.optim.SGD(model.parameters(), 0.1), batch)
@@ -294,6 +296,7 @@ def test_what_the_step_itself_changes():
     assert not center.any()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_trains():
     teacher = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     x, _ = example()

@@ -91,7 +91,7 @@ def test_two_tensors_of_a_batch_with_one_name_are_refused():
         Batch.of({"x": {"y": x}, "x.y": x})
 
 
-@pytest.mark.parametrize("name", ["fft", "erf_inv"])
+@pytest.mark.parametrize("name", few(["fft", "erf_inv"], ["fft"]))
 def test_a_failed_export_leaves_no_labels_behind(name):
     with pytest.raises(ConversionError):
         torch_battery.export([name])
@@ -127,8 +127,8 @@ def test_twenty_steps_follow_torch(kind):
     assert int(feeds["1.num_batches_tracked"]) == 20
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("of_its_own", [False, True])
+@pytest.mark.parametrize("kind", few([torch.optim.SGD, torch.optim.AdamW], [torch.optim.AdamW]))
+@pytest.mark.parametrize("of_its_own", few([False, True], [True]))
 def test_a_learning_rate_that_is_a_tensor_is_an_input(kind, of_its_own):
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
     rate = torch.tensor(0.05)
@@ -209,6 +209,7 @@ def test_tied_frozen_unused_keyword_inputs_and_dropout():
     assert error(step) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_state_of_a_loop_goes_back_where_tensors_are_tied_or_unread():
     """As the page on PyTorch shows it."""
     torch.manual_seed(0)
@@ -248,7 +249,9 @@ REFUSES_NEGATIVE = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSES_NEGATIVE)
+@pytest.mark.parametrize(
+    "name", few(REFUSES_NEGATIVE, ["cross_entropy", "embedding of int32", "gather", "scatter_add_"])
+)
 def test_a_negative_index_that_torch_refuses_stops_the_step(name):
     """ONNX would count it from the end."""
     model, index = Picks(REFUSES_NEGATIVE[name]), torch.tensor([[0, 1, 2], [2, 3, 0], [3, 1, 2], [1, 2, 0]])
@@ -306,7 +309,7 @@ def test_pooling_channels_last_images_moves_no_data():
     assert error(step) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("mode", few(["nearest", "bilinear", "bicubic"], ["bicubic"]))
 def test_resizing_scatters_nothing_and_keeps_nothing_the_size_of_a_batch(mode):
     pytest.importorskip("onnxruntime")
     from onnx_remat.ort.executed import as_executed
@@ -381,7 +384,7 @@ class Checkpointed(nn.Module):
         return x + 0 * checkpoint_sequential(self.block, 2, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", few([True, False], [True]))
 def test_checkpointed_regions_are_traced_once(reentrant):
     torch.manual_seed(0)
     model, x, y = Checkpointed(reentrant), torch.randn(4, 8), torch.randn(4, 8)
@@ -393,8 +396,8 @@ def test_checkpointed_regions_are_traced_once(reentrant):
     assert [node.op_type for node in step.graph.node].count("Gelu") == 2
 
 
-@pytest.mark.parametrize("given", [torch.float32, torch.float64])
-@pytest.mark.parametrize("computed", [torch.float32, torch.float64])
+@pytest.mark.parametrize("given", few([torch.float32, torch.float64], [torch.float32]))
+@pytest.mark.parametrize("computed", few([torch.float32, torch.float64], [torch.float64]))
 def test_rates_that_are_tensors_are_as_wide_as_the_parameters(given, computed):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(computed)
     optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-2, dtype=given))
@@ -405,7 +408,7 @@ def test_rates_that_are_tensors_are_as_wide_as_the_parameters(given, computed):
     assert rate == np.array(optimizer.param_groups[0]["lr"], rate.dtype)
 
 
-@pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", few(["float64", "float16", "bfloat16", "autocast"], ["bfloat16", "autocast"]))
 def test_other_precisions(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 10))
@@ -442,7 +445,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", few(DISTRIBUTIONS, ["Gamma", "Beta"]))
+@pytest.mark.parametrize("kind", few(DISTRIBUTIONS, ["Gamma"]))
 def test_distributions_by_the_gamma_function(kind):
     """Their likelihoods, and their entropies where these have derivatives of it."""
 
@@ -456,6 +459,7 @@ def test_distributions_by_the_gamma_function(kind):
     assert error(export_training_step(model, (x, torch.randint(1, 9, (16, 3)).float()), loss)) < 1e-5
 
 
+@pytest.mark.slow
 def test_gamma_functions_on_both_sides_of_zero():
     def loss(made, target):
         x = made * 5
@@ -466,6 +470,7 @@ def test_gamma_functions_on_both_sides_of_zero():
     export_training_step(model, (x, torch.randn(16, 3, dtype=torch.float64)), loss)
 
 
+@pytest.mark.slow
 def test_places_in_sorted_sequences():
     class Binned(nn.Module):
         def __init__(self):
@@ -594,6 +599,7 @@ def test_a_wrong_rule_is_caught(monkeypatch):
             (torch.randn(4, 4), torch.zeros(4, 4)), F.mse_loss)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_add_backward_is_compared_with_torch_in_float32():
     known = checked(forward_models.exported(lambda: Case(net(), batch()))())
     assert float(known["in_float64"]) < 1e-6

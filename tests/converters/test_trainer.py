@@ -111,9 +111,14 @@ def test_goes_on_from_a_checkpoint(tmp_path):
     ("options", "samples", "said"),
     [
         ({"bf16": True}, BATCH, "float32"),
-        ({"gradient_accumulation_steps": 2}, 3 * BATCH, "3 batches, which gradient_accumulation_steps=2"),
+        pytest.param(
+            {"gradient_accumulation_steps": 2},
+            3 * BATCH,
+            "3 batches, which gradient_accumulation_steps=2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"dataloader_drop_last": False}, BATCH + 3, "drop_last", marks=pytest.mark.slow),
-        ({"neftune_noise_alpha": 5}, BATCH, "neftune_noise_alpha"),
+        pytest.param({"neftune_noise_alpha": 5}, BATCH, "neftune_noise_alpha", marks=pytest.mark.slow),
     ],
 )
 def test_refusals_say_what_to_do(options, samples, said, tmp_path):
@@ -185,7 +190,7 @@ def test_a_loss_that_reads_the_state_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ((torch.ones(2, 3),), "is a tuple: let the collator"),
+        pytest.param((torch.ones(2, 3),), "is a tuple: let the collator", marks=pytest.mark.slow),
         ({"text": ["a", "b"]}, r"batch\['text'\] is a list, no tensor"),
     ],
 )
