@@ -78,6 +78,7 @@ def asked(path: Path, **job: Any) -> dict[str, Any]:
     return dict(found)
 
 
+@pytest.mark.slow
 @needs_device
 @pytest.mark.parametrize("graph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fused_kernels_save_launches_and_nothing_waits_more(step, graph):
@@ -130,6 +131,7 @@ def test_a_file_is_run_with_fused_kernels_and_takes_what_was_predicted(tmp_path)
     assert asked(path, fuse=False)["kernels"] == 0
 
 
+@pytest.mark.slow
 @needs_device
 def test_what_an_if_makes_is_read_by_onnx_runtimes_kernels(tmp_path):
     """Where a body runs on the host, ONNX Runtime moves its readers there, where no kernel of a device is."""
@@ -213,6 +215,7 @@ def updates(shapes: dict[str, list[int]]) -> onnx.ModelProto:
 _NUMBERS = {"one": 1, "b1": 0.9, "c1": 0.1, "b2": 0.999, "c2": 0.001, "small": 1e-6, "rate": 0.1}
 
 
+@pytest.mark.slow
 @needs_device
 def test_all_updates_are_one_launch_with_the_results_of_the_cpu(tmp_path):
     """Of parameters of any sizes; that whose gradient the loss reads is another kernel."""
@@ -229,6 +232,7 @@ def test_all_updates_are_one_launch_with_the_results_of_the_cpu(tmp_path):
             np.testing.assert_allclose(found["outputs"][name], value.ravel(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @needs_device
 def test_updates_are_joined_within_any_budget(tmp_path):
     """Gradients wait for one another only where that takes no memory: training takes what was predicted."""
@@ -263,6 +267,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return path, here.ask("tests.support.fake_cuda.lying", {"path": str(path), "how": "host"})["state"]
 
 
+@pytest.mark.slow
 @needs_device
 @pytest.mark.parametrize("how", [pytest.param("session", marks=pytest.mark.slow), "loop"])
 def test_arrays_of_another_library_are_trained_where_they_lie(updated, how):
@@ -296,6 +301,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_device
 @pytest.mark.parametrize(("how", "error"), few(REFUSED, REFUSED[:1], several=True))
 def test_arrays_that_cannot_be_trained_where_they_lie_are_refused(updated, how, error):
@@ -363,6 +369,7 @@ def test_a_step_for_whose_graph_the_device_is_too_full_runs_without_one(tmp_path
     assert found["opening"] <= captured["opening"] + SPACE < captured["opening"] + 4 * weights["w"].size
 
 
+@pytest.mark.slow
 @needs_device
 def test_an_original_is_opened_as_well(tmp_path):
     path = tmp_path / "original.onnx"
@@ -371,6 +378,7 @@ def test_an_original_is_opened_as_well(tmp_path):
     assert found["donated"] > 0 and found["steps"][0]["waits"] <= 3
 
 
+@pytest.mark.slow
 @needs_device
 @pytest.mark.parametrize(
     ("strategy", "row"),

@@ -21,6 +21,7 @@ from tests.support.barriers import held_back, shape_held_back
 from tests.support.fake_cuda import here, run
 from tests.support.fake_cuda.build import SOURCES, build
 from tests.support.graphs import mlp, model_of
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(run.why_not()), reason=run.why_not())
 LEVELS = ("ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_ALL")
@@ -55,7 +56,7 @@ def test_a_node_on_the_host_is_seen(tmp_path):
     assert ("Acos", "Acos", "CPUExecutionProvider") in step.order
 
 
-@pytest.mark.parametrize("workspace", [0, 1 << 20])
+@pytest.mark.parametrize("workspace", few([0, 1 << 20], [1 << 20]))
 def test_convolutions_ask_for_the_workspace_that_is_set(workspace, tmp_path):
     nodes = [helper.make_node("Conv", ["x", "w"], ["y"], name="conv")]
     shapes = {"x": [1, 4, 32, 32], "w": [4, 4, 1, 1]}
@@ -104,7 +105,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, onnx_rem
     return saved(model, folder, "original.onnx"), folder / "small.onnx", result.report
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", few(LEVELS, LEVELS[2:]))
 def test_a_rewritten_step_never_stops_the_device(pair, level):
     """No copies and no host waits but the one for the size of an input; all on the device, and within the budget."""
     original, small, report = pair
@@ -117,7 +118,7 @@ def test_a_rewritten_step_never_stops_the_device(pair, level):
     assert on_host <= {"Mul"}  # of the vector of no axes, once
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", few(LEVELS, LEVELS[2:]))
 def test_the_order_is_the_cpus(pair, level, tmp_path):
     """As the CPU provider executes it, but for the host's own nodes and what only one of them fuses."""
     options = ort.SessionOptions()
@@ -152,7 +153,7 @@ def test_batch_normalisation_that_trains_runs_once_it_is_taken_apart(tmp_path):
     assert step.peak <= result.report.budget
 
 
-@pytest.mark.parametrize("level", ["disable", "basic", "all"])
+@pytest.mark.parametrize("level", few(["disable", "basic", "all"], ["all"]))
 def test_half_precision_is_predicted_as_the_device_optimises_it(level, tmp_path):
     """Products in float16 of values that are cast and transposed: the CPU's ONNX Runtime has no kernels for them."""
     make, side = helper.make_node, 512
@@ -176,6 +177,7 @@ def test_half_precision_is_predicted_as_the_device_optimises_it(level, tmp_path)
     assert sorted(kinds) == sorted(op for _, op, _ in ran.order)
 
 
+@pytest.mark.slow
 def test_state_that_a_where_may_keep_is_renewed_in_place(tmp_path):
     """As a step with a GradScaler keeps its weights where a gradient is not finite."""
     make = helper.make_node

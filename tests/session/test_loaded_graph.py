@@ -11,6 +11,7 @@ from onnx_remat import ModelError, Session
 from onnx_remat.session import lean_graph, plan_session
 from tests.support.graphs import run_model, same_at, same_numbers
 from tests.support.outcomes import everything_bound
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -99,7 +100,7 @@ def test_images_with_channels_last_are_blocked_in_the_shape_of_channels_first(ch
     assert_right(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), "all")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", few(LEVELS, LEVELS[2:]))
 @pytest.mark.parametrize("form", ["initializers", "constants"])
 def test_weights_may_lie_in_files_next_to_the_model(tmp_path, form, level):
     weights = numpy_helper.from_array(np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32), "w")
@@ -116,8 +117,8 @@ def test_weights_may_lie_in_files_next_to_the_model(tmp_path, form, level):
         assert same_numbers(session.run(feeds).values(), wanted)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("ir_version", [3, 8])
+@pytest.mark.parametrize("level", few(LEVELS, LEVELS[2:]))
+@pytest.mark.parametrize("ir_version", few([3, 8], [8]))
 def test_inputs_with_a_default_need_not_be_fed(ir_version, level):
     """Also those that the runtime folds away; of IR version 3 every initializer is listed among the inputs."""
     text = "g (float[4,8] x, float[8] w, float[8] v) => (float[4,8] y) { o = Neg(v)  t = Add(x, o)  y = Mul(t, w) }"

@@ -69,7 +69,10 @@ def test_a_step_given_as_bytes_opens_from_the_same_entry(path, no_planning):
     ran(Session(path.read_bytes()))
 
 
-@pytest.mark.parametrize("options", [{"donate": True}, {"level": "basic"}, {"fuse": False}, {"level": "disable"}])
+OPTIONS = [{"donate": True}, {"level": "basic"}, {"fuse": False}, {"level": "disable"}]
+
+
+@pytest.mark.parametrize("options", few(OPTIONS, OPTIONS[1:3]))
 def test_other_options_plan_again(path, no_planning, options):
     ran(Session(path))
     no_planning()
@@ -100,9 +103,14 @@ def test_other_code_or_packages_plan_again(path, no_planning, monkeypatch):
     [
         Path.unlink,
         lambda file: file.write_bytes(file.read_bytes()[:-9]),
-        lambda file: file.write_bytes(bytes(file.stat().st_size)),
-        lambda file: file.write_bytes(b"[]"),
-        lambda file: file.unlink() or file.symlink_to("/etc/passwd"),
+        *(
+            pytest.param(damage, marks=pytest.mark.slow)
+            for damage in (
+                lambda file: file.write_bytes(bytes(file.stat().st_size)),
+                lambda file: file.write_bytes(b"[]"),
+                lambda file: file.unlink() or file.symlink_to("/etc/passwd"),
+            )
+        ),
     ],
     ids=["gone", "cut", "zeros", "other", "link"],
 )
@@ -116,7 +124,7 @@ def test_an_entry_that_is_damaged_is_planned_again(path, folder, name, damage, n
         no_planning()
 
 
-@pytest.mark.parametrize("other", ["file", "link"])
+@pytest.mark.parametrize("other", few(["file", "link"], ["file"]))
 def test_what_is_in_an_entrys_place_is_replaced(path, folder, other, no_planning):
     ran(Session(path))
     (entry,) = folder.iterdir()
@@ -130,6 +138,7 @@ def test_what_is_in_an_entrys_place_is_replaced(path, folder, other, no_planning
     ran(Session(path))
 
 
+@pytest.mark.slow
 def test_files_of_two_entries_are_not_mixed(path, folder):
     """Another process may replace an entry while this one copies its files."""
     ran(Session(path))
@@ -174,8 +183,8 @@ def test_a_check_always_runs(path, no_planning):
         Session(path, check=True)
 
 
-@pytest.mark.parametrize("size", [1024, 64])
-@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("size", few([1024, 64], [64]))
+@pytest.mark.parametrize("folded", few([False, True], [True]))
 def test_weights_in_another_file_are_read_each_time(tmp_path, folder, folded, size):
     """The file that names them stays the same when they change."""
     weight = helper.make_tensor("w", TensorProto.FLOAT, [size], np.ones(size, np.float32).tobytes(), raw=True)

@@ -25,6 +25,7 @@ from onnx_remat.session.slab_layout import SlabLayout, lay_out
 from tests.support.copies_check import check_copies
 from tests.support.fake_cuda import here
 from tests.support.graphs import mlp, model_of
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(fusing.why_not("cuda")), reason=fusing.why_not("cuda"))
 on_fake_device = pytest.mark.skipif(bool(here.why_not()), reason=here.why_not())
@@ -150,6 +151,7 @@ def test_state_that_is_not_donated_is_copied_in_turn_for_that_reason():
     assert overlap.why_in_turn(refused) == "'new.m0' cannot take the place of 'm0': it is not"
 
 
+@pytest.mark.slow
 @on_fake_device
 def test_a_session_warns_of_copies_that_run_in_turn(tmp_path):
     model = there_and_back(1)
@@ -329,6 +331,7 @@ def moved():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_pays_only_for_what_kernels_wait_for(moved):
     report = moved.report
     assert report.moved.covered > 0.9 and report.moved.share < 0.01
@@ -380,7 +383,7 @@ LATE = [(1, 0), (1, OUT_LATE + IN_LATE), (1_300_000, OUT_LATE), (1_300_000, IN_L
 
 
 @on_fake_device
-@pytest.mark.parametrize(("live", "late"), LATE)
+@pytest.mark.parametrize(("live", "late"), few(LATE, LATE[1:2], several=True))
 def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
     model = there_and_back(live)
     onnx.save(model, tmp_path / "step.onnx")
@@ -397,7 +400,7 @@ def test_numbers_survive_the_way_to_the_host_and_back(late, live, tmp_path):
 
 
 @on_fake_device
-@pytest.mark.parametrize(("live", "late"), LATE)
+@pytest.mark.parametrize(("live", "late"), few(LATE, LATE[2:3], several=True))
 def test_numbers_of_state_on_the_host_are_those_on_a_device(late, live, tmp_path):
     onnx.save(state_on_host(live), tmp_path / "step.onnx")
     job = {"path": str(tmp_path / "step.onnx"), "limits": [0], "numbers": True}
@@ -414,6 +417,7 @@ def test_numbers_of_state_on_the_host_are_those_on_a_device(late, live, tmp_path
         np.testing.assert_allclose(found["outputs"][f"m{i}"], m, rtol=1e-5)
 
 
+@pytest.mark.slow
 @on_fake_device
 def test_state_that_is_copied_in_turn_is_in_no_graph(tmp_path):
     onnx.save(state_on_host(0), tmp_path / "step.onnx")
@@ -423,7 +427,7 @@ def test_state_that_is_copied_in_turn_is_in_no_graph(tmp_path):
 
 
 @on_fake_device
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", few([False, True], [True]))
 def test_a_step_takes_what_is_predicted_and_can_be_captured(moved, graph, tmp_path):
     moved.save(tmp_path / "moved.onnx")
     job = {"path": str(tmp_path / "moved.onnx"), "limits": [0], "graph": graph}

@@ -32,6 +32,7 @@ from sample_models.chain import chain
 from tests.session.test_fused_session import adam
 from tests.support.fusing import why_not
 from tests.support.graphs import mlp, model_of
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "none")
 PARTS = ("inputs", "weights", "slab", "workspace", "books")
@@ -67,7 +68,7 @@ def predicted(model: model_io.Model, fuse: bool = True) -> Footprint:
 
 
 @pytest.mark.parametrize("fuse", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", few([*MODELS, *SLOW], ["adam", "half", "attention_stack"]))
 def test_the_slab_of_a_session_is_the_predicted_one(name, fuse, tmp_path):
     model = (MODELS | SLOW)[name]()
     expected = predicted(model, fuse)
@@ -125,6 +126,7 @@ def test_the_report_says_which_it_counts(tmp_path, capsys):
         onnx_remat.rewrite_model(adam(), "100%", fuse="no")
 
 
+@pytest.mark.slow
 def test_explain_names_the_groups(tmp_path):
     onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "80%", effort=0.5).save(tmp_path / "small.onnx")
     found = explain(tmp_path / "small.onnx")
@@ -185,6 +187,7 @@ def test_what_runs_again_within_a_kernel_costs_the_bytes_that_cross_its_border()
     assert share["Greater"] == pytest.approx(4 / 9) and share["Where"] == pytest.approx(8 / 13)
 
 
+@pytest.mark.slow
 def test_the_report_says_how_much_longer_a_step_takes():
     report = onnx_remat.rewrite_model(mlp(layers=6, batch=4096, width=32), "80%", effort=0.5).report
     after, before = report.loop_after.seconds, report.loop_before.seconds

@@ -70,6 +70,7 @@ def test_what_nobody_reads_is_freed_at_once_in_a_slab():
     assert onnx_remat.rewrite_model(model, "80%", **QUICK).report.loop_after.slab < 8 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not training_memory.available(), reason="resident memory is read from /proc")
 def test_the_machine_takes_what_was_predicted(result, tmp_path):
     result.save(tmp_path / "small.onnx")

@@ -68,6 +68,7 @@ onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg({"max_m
 """
 
 
+@pytest.mark.slow
 def test_a_pool_of_the_programs_own_is_used():
     code = TAKEN + CHILD
     done = subprocess.run([sys.executable, "-c", code, "[1048576]"], capture_output=True, text=True, check=False)
