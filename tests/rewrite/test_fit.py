@@ -19,6 +19,7 @@ from tests.support.graphs import SAMPLES
 RESIDUAL = onnx.load(next(path for path in SAMPLES if path.stem == "residual_cnn"))
 
 
+@pytest.mark.slow
 def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
     """Below the first target each file exceeds the budget by more, for bookkeeping of recomputed nodes."""
     tried, as_file = [], fit._written_and_simulated
@@ -33,6 +34,7 @@ def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
     assert tried[2] < tried[1] < tried[0] < tried[3]
 
 
+@pytest.mark.slow
 def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(monkeypatch):
     """The file of the first plan is a little too large, and half of the effort finds no other."""
     efforts, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
@@ -54,6 +56,7 @@ def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(
     assert efforts[1] < efforts[0] == efforts[2]
 
 
+@pytest.mark.slow
 def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch):
     """The first file exceeds the budget by less than its recomputed nodes add, and nothing tighter is found.
 
@@ -107,6 +110,7 @@ def test_with_corrections_a_plan_peaks_at_what_its_file_takes(with_corrections):
         assert taken - 1 <= peak <= 1.02 * taken  # more where an op runs twice: its highest run counts for both
 
 
+@pytest.mark.slow
 def test_a_plan_for_what_files_take_is_better(with_corrections, monkeypatch):
     """Kernels hold no inner values: 12.6 % of compute without corrections, 12.0 % with them, of the same budget."""
     better, _ = with_corrections

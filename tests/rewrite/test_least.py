@@ -118,6 +118,7 @@ def test_a_search_that_finds_nothing_says_so_of_no_budget_that_somebody_gave():
     assert "costs at most 0.0001% more time" in note
 
 
+@pytest.mark.slow
 def test_the_file_says_the_budget_that_the_report_says():
     """Here the file of a trial is the answer, for whose budget it was not planned."""
     pytest.importorskip("onnxruntime")

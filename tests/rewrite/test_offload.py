@@ -196,6 +196,7 @@ def test_a_budget_that_is_kept_already_moves_nothing():
     assert result.report.moved is None and result.report.extra_compute == 0
 
 
+@pytest.mark.slow
 def test_a_file_is_tried_by_the_bytes_it_is_judged_by_and_kept_unless_there_is_a_better_one():
     """``auto`` once searched below the file it had tried: +20 % of time was answered with +210 %."""
     original = begin(mlp(layers=3, batch=4096, width=64), {**DEVICE, "offload": True, "effort": 0.01, "verify": "none"})
@@ -345,6 +346,7 @@ def test_copies_of_the_runtimes_own_stay_where_they_are():
     assert lean_graph.moved_when_due(steps, kernels_of("cuda")) == steps
 
 
+@pytest.mark.slow
 def test_the_other_commands_know_of_moves(moved, tmp_path):
     """`explain` counts them, `check` misses those that a tool took out."""
     _, free, _ = moved

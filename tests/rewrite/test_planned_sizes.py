@@ -15,6 +15,7 @@ from onnx_remat.ir.metadata import DIMS_KEY
 from onnx_remat.session.session import Session
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, session_of
+from tests.support.slow import few
 
 PLANNED, OTHER = 4096, 96
 GIVEN = [(None, PLANNED), ({"batch": PLANNED}, PLANNED), ({"batch": OTHER}, OTHER)]
@@ -48,7 +49,7 @@ def outputs(model, feeds):
     return dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
 
 
-@pytest.mark.parametrize("dims, batch", GIVEN)
+@pytest.mark.parametrize("dims, batch", few(GIVEN, GIVEN[2:], several=True))
 def test_a_session_opens_it(step, planned, dims, batch):
     feeds = feeds_for(step, batch=batch)
     expected = outputs(step, feeds)
@@ -61,7 +62,7 @@ def test_a_session_opens_it(step, planned, dims, batch):
         np.testing.assert_allclose(made[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dims, batch", GIVEN)
+@pytest.mark.parametrize("dims, batch", few(GIVEN, GIVEN[2:], several=True))
 def test_a_loop_trains_it(step, planned, dims, batch):
     feeds = feeds_for(step, batch=batch)
     data = {name: feeds[name] for name in ("x", "t")}

@@ -128,6 +128,7 @@ def rewritten(data: bytes) -> tuple[int, int]:
     return before, executed.timeline.peak
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_number_of_nodes(capsys):
     rewritten(deep(2).SerializeToString())  # compiles what numba compiles
     few, many = deep(212), deep(850)

@@ -172,6 +172,7 @@ def test_what_the_step_takes_with_its_state_on_the_host_can_be_asked_for():
     assert "finds none that takes less than the step with its state on the host: try" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_limit_on_time_that_no_budget_keeps_is_refused():
     """The model as it is, the answer elsewhere, has its state on the device."""
     model = updated(momentum, "m")
@@ -243,6 +244,7 @@ def rewritten_again(rewritten):
     return rewrite_model(rewritten[1].model, "92%", costs="t4", **DEVICE | {"effort": 0.02})
 
 
+@pytest.mark.slow
 def test_a_file_that_is_rewritten_again_keeps_its_state_on_the_host(rewritten, rewritten_again):
     report, before, after = rewritten_again.report, Stated.of(rewritten[1].model), Stated.of(rewritten_again.model)
     assert report.loop_after.state_on_host == MOMENTS

@@ -21,7 +21,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 6])
 def test_a_budget_that_a_refusal_names_is_kept(rounds: int) -> None:
     named = 0
     for seed, (i, (selector, run_by, budget)) in itertools.product(range(rounds), enumerate(CASES)):
