@@ -20,6 +20,7 @@ from tests.fuse import test_groups, test_moved, test_rows
 from tests.fuse.test_cuda import assert_same
 from tests.fuse.test_groups import build, node
 from tests.support import fusing, warps
+from tests.support.slow import few
 
 pytestmark = pytest.mark.skipif(bool(warps.why_not()), reason=warps.why_not() or "none")
 
@@ -203,7 +204,10 @@ def test_an_output_lies_over_an_input_of_its_own_segment_only():
     assert donated == {"y": "a"} and "reads 'c' while it writes" in refused["z"]
 
 
-@pytest.mark.parametrize("columns", [(64, 64), (100, 120, 128), (LONG, LONG + 7)])
+COLUMNS = [(64, 64), (100, 120, 128), (LONG, LONG + 7)]
+
+
+@pytest.mark.parametrize("columns", few(COLUMNS, COLUMNS[:2]))
 def test_rows_are_joined_where_as_many_threads_have_one(columns):
     nodes, inputs, count = [], {}, LEAST_BLOCKS if columns[0] >= LONG else LEAST_WARPS
     for i, each in enumerate(columns):
@@ -260,6 +264,7 @@ def test_random_steps_next_to_themselves(request, over):
     assert joined[2] + joined[4] > count
 
 
+@pytest.mark.slow
 def test_random_moves_next_to_themselves(request):
     """Rows and moved elements have the bits of the kernels that are not joined."""
     count, joined = request.config.getoption("--fuzz") or 15, 0

@@ -72,10 +72,10 @@ SIZES = [
 
 
 FORMS = list(itertools.product((0, 1), repeat=3))
-EACH_ONCE = [(size, FORMS[-1]) for size in SIZES] + [(SIZES[0], form) for form in FORMS[:-1]]
+A_FEW = [(size, FORMS[-1]) for size in SIZES[:4]] + [(SIZES[0], form) for form in FORMS[1:3]]
 
 
-@pytest.mark.parametrize("case", few(itertools.product(SIZES, FORMS), EACH_ONCE))
+@pytest.mark.parametrize("case", few(itertools.product(SIZES, FORMS), A_FEW))
 def test_every_form_and_odd_sizes(case):
     sizes, (left, right, bias) = case
     model = gemm(*sizes, left, right, bias)
@@ -203,6 +203,7 @@ print(json.dumps([resident("VmHWM") - resident("RssFile") - before, session.work
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are measured on Linux")
 @pytest.mark.parametrize("sizes", few([(4096, 1024, 1024), (256, 4096, 2048), (8192, 256, 256)], [(256, 4096, 2048)]))
 def test_scratch_memory_is_what_was_predicted(sizes, tmp_path):
