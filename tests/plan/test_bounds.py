@@ -7,6 +7,7 @@ import math
 import tracemalloc
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def test_what_an_op_reads_must_be_brought_together() -> None:
     assert lower_bound(problem) == simulate(problem, range(5)).peak == 16
 
 
+@pytest.mark.slow
 def test_an_op_that_reads_thousands_of_values_is_looked_at_for_seconds() -> None:
     """Such as one that joins all gradients to a vector; each is made from a value of its own, and all are needed."""
     count = 250

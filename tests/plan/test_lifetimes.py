@@ -38,6 +38,7 @@ from tests.support.planner_problems import (
     random_order,
     random_schedule,
 )
+from tests.support.slow import few
 
 Check = Callable[[Problem, Problem, int], None]
 
@@ -212,7 +213,7 @@ def test_a_broken_table_is_found_out(breakage: Callable[[Lifetimes], Lifetimes],
     pytest.fail(f"{name} does not notice that {breakage.__doc__}")
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", few(names(), [name for name in names() if name not in ("auto", "exact")]))
 def test_selectors_keep_to_donations(name: str) -> None:
     for seed in (*range(12), 272, 1198, 1403, 1591, 2434, 2590, 2768, 3126):
         problem = donating_problem(seed, 6 + seed % 12, facts=seed % 2 > 0)

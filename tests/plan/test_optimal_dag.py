@@ -125,6 +125,7 @@ def test_chains_grow_like_the_square_root() -> None:
         assert simulate(problem, plan).peak <= 2 * n**0.5 + 3
 
 
+@pytest.mark.slow
 def test_skips_may_be_nested_as_deep_as_the_graph() -> None:
     """A U-Net of 600 levels, deeper than Python's stack."""
     depth = 600
