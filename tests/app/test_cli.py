@@ -21,6 +21,7 @@ from onnx_remat.app.cli import COMMANDS, main
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.plan import selectors
 from tests.support.graphs import mlp
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 node = helper.make_node
@@ -250,6 +251,7 @@ def test_external_data_is_carried_along(home, capsys):
     assert (home / "sub" / "ext.bin").read_bytes() == (home / "ext.bin").read_bytes()
 
 
+@pytest.mark.slow
 def test_metadata_functions_and_docs_survive(home, capsys):
     model = mlp(layers=8, batch=1024, width=32)
     model.metadata_props.add(key="author", value="me")
@@ -298,6 +300,7 @@ def test_a_model_older_than_the_runtime_knows_is_refused_with_its_node(home, cap
     assert not Path("out.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_command_leaves_nothing_that_nobody_asked_for(tmp_path):
     """ONNX Runtime writes files of its telemetry into the home folder and the one for temporary files."""
     for name in ("home", "here", "scratch"):
@@ -311,7 +314,7 @@ def test_a_command_leaves_nothing_that_nobody_asked_for(tmp_path):
     assert left == {"a.onnx", "here/b.onnx"}
 
 
-@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("force", few([False, True], [True]))
 @pytest.mark.parametrize(
     "command", [["in.onnx", "OUT", "--budget", "100%", "--effort", "0.1"], ["profile", "in.onnx", "OUT", "--runs", "1"]]
 )

@@ -8,21 +8,23 @@ import sys
 
 import pytest
 
+from tests.support.slow import few
+
 pytest.importorskip("argcomplete")
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("onnx-remat sw", {"sweep"}),
-        ("onnx-remat s", {"split", "sweep", "some.onnx"}),
-        ("onnx-remat sweep --lo", {"--loss", "--lowest"}),
-        ("onnx-remat in.onnx out.onnx --bud", {"--budget"}),
-        ("onnx-remat in.onnx out.onnx --budget 60% --verify ", {"none", "check", "run"}),
-        ("onnx-remat rewrite in.onnx out.onnx --dry", {"--dry-run"}),
-        ("onnx-remat explain so", {"some.onnx"}),
-    ],
-)
+LINES = [
+    ("onnx-remat sw", {"sweep"}),
+    ("onnx-remat s", {"split", "sweep", "some.onnx"}),
+    ("onnx-remat sweep --lo", {"--loss", "--lowest"}),
+    ("onnx-remat in.onnx out.onnx --bud", {"--budget"}),
+    ("onnx-remat in.onnx out.onnx --budget 60% --verify ", {"none", "check", "run"}),
+    ("onnx-remat rewrite in.onnx out.onnx --dry", {"--dry-run"}),
+    ("onnx-remat explain so", {"some.onnx"}),
+]
+
+
+@pytest.mark.parametrize(("line", "wanted"), few(LINES, LINES[1:5:3], several=True))
 def test_the_next_word_is_known(line, wanted, tmp_path):
     (tmp_path / "some.onnx").touch()
     asked = {

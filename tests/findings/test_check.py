@@ -22,6 +22,7 @@ from onnx_remat.ort import runtime
 from onnx_remat.session.session import Session
 from sample_models.chain import chain
 from tests.support.graphs import mlp
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
@@ -89,7 +90,7 @@ def test_kept_means_at_most_the_budget(simulated, measured, words, code, monkeyp
     assert words in capsys.readouterr().out.splitlines()[-1]
 
 
-@pytest.mark.parametrize("run_by", ["loop", "session"])
+@pytest.mark.parametrize("run_by", few(["loop", "session"], ["loop"]))
 def test_a_step_that_kept_its_budget_as_it_was_still_does(run_by, tmp_path, capsys):
     """The file says its plan, as others do: what it was planned for, and that it recomputes nothing."""
     model, path = mlp(layers=4, batch=256, width=32, dims="batch"), str(tmp_path / "out.onnx")
@@ -203,6 +204,7 @@ def test_a_budget_that_covers_the_arena_is_compared_with_the_arena(small, tmp_pa
     assert less.lost and not less.kept and max(less.peaks_by_level.values()) <= less.budget
 
 
+@pytest.mark.slow
 def test_a_refused_budget_with_the_arena_advises_one_with_the_arena():
     """The file takes less than the original does with its arena, though more than the original's tensors."""
     step, options = chain(3, 64, 64), {"run_by": "session", "arena": True, "effort": 0.05, "verify": "none"}
@@ -245,7 +247,7 @@ def test_files_that_say_nothing_of_a_plan_are_refused(tmp_path):
         check(path)
 
 
-@pytest.mark.parametrize("command", [check, explain])
+@pytest.mark.parametrize("command", few([check, explain], [explain]))
 def test_a_model_in_memory_is_as_good_as_its_file(command, small):
     model = onnx.load(small)
     found, of_file = command(model), command(small)
@@ -257,6 +259,7 @@ def test_a_model_in_memory_is_as_good_as_its_file(command, small):
     assert str(caught.value).startswith("the model does not say what was planned: onnx-remat did not write it")
 
 
+@pytest.mark.slow
 def test_a_loop_s_file_is_simulated_with_the_sizes_that_a_loop_gives(tmp_path):
     """Zeros of a symbolic shape are a constant there, and no step makes them."""
     model = mlp(layers=8, batch=2048, width=32, dims="batch")

@@ -75,6 +75,7 @@ def test_a_tree_says_what_no_module_is(step, small):
     assert modules.flame_text(modules.flame([("a", 1)], "peak"))[-1].endswith("a")
 
 
+@pytest.mark.slow
 def test_the_report_and_the_estimate_agree_on_what_is_impossible(step, small):
     assert small[1].report.impossible_below == estimate(step, run_by="session").impossible_below
     report = onnx_remat.rewrite_model(step, "90%", effort=0.5, verify="none").report
@@ -96,6 +97,7 @@ def test_an_estimate_is_what_the_report_calls_before(step, small):
     assert found.by_module.bytes == found.peak.total
 
 
+@pytest.mark.slow
 def test_the_lowest_budgets_hold(step):
     found = estimate(step)
     assert found.impossible_below <= found.first_look < found.covered == found.loop.total
@@ -252,6 +254,7 @@ def test_a_file_with_ops_that_onnxruntime_lacks_is_explained(tmp_path):
     assert explain(tmp_path / "out.onnx").peak == result.report.after.total
 
 
+@pytest.mark.slow
 def test_the_reference_names_all_that_a_report_says_of_a_loop(for_loop):
     text = (Path(onnx_remat.__file__).parents[1] / "docs/reference/report-json.md").read_text()
     stated = json.loads(for_loop[1].report.to_json())

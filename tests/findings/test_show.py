@@ -20,6 +20,7 @@ from onnx_remat.rewrite.pipeline import rewrite_model
 from onnx_remat.units import format_bytes
 from sample_models.chain import chain
 from tests.support.graphs import mlp
+from tests.support.slow import few
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_slabs_say_what_the_report_says(for_loop):
         assert sum(size for _, size in laid.inputs) == taken.inputs
 
 
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("fuse", few([True, False], [True]))
 def test_a_slab_is_drawn_fused_where_it_is_counted_fused(fuse):
     """Fused, a chain is a few kernels, which no plan shrinks."""
     pytest.importorskip("onnxruntime")
@@ -148,7 +149,7 @@ def test_figure_is_a_picture_of_its_kind_and_reproducible(result, tmp_path):
         assert first.startswith(magic) and first == second
 
 
-@pytest.mark.parametrize("run_by", ["loop", "session"])
+@pytest.mark.parametrize("run_by", few(["loop", "session"], ["session"]))
 def test_names_in_a_picture_are_no_formulas(run_by, tmp_path):
     pytest.importorskip("matplotlib")
     model = chain(8, 512, 64)

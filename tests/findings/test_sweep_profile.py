@@ -136,6 +136,7 @@ def test_profile_without_onnxruntime_says_what_to_install(tmp_path, capsys, monk
     assert "onnxruntime is not installed: pip install" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_which_budget_it_is_at():
     stages = []
     sweep(
@@ -163,6 +164,7 @@ def test_a_profile_has_every_op_and_prices_a_model_by_it(tmp_path):
     assert all(price in by_key.values() for price in prices)
 
 
+@pytest.mark.slow
 def test_a_profile_says_how_far_it_is(tmp_path):
     path, seen = tmp_path / "model.onnx", []
     onnx.save(mlp(layers=2, batch=8, width=8), path)
@@ -173,6 +175,7 @@ def test_a_profile_says_how_far_it_is(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_names_of_profiled_nodes_may_have_several_lines(tmp_path):
     model = mlp(layers=1, batch=4, width=4)
     model.graph.node[0].name = "a\nb,c"
