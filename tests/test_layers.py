@@ -17,6 +17,7 @@ import pytest
 from onnx_remat.errors import UsageError
 from onnx_remat.options import Options, PlanningOptions
 from onnx_remat.ort.kernels.registry import PROVIDERS, kernels_of
+from tests.support.slow import few
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
@@ -51,35 +52,27 @@ def test_imports_go_down():
     assert found.returncode == 0, found.stdout
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "named"),
-    [
-        (
-            "onnx_remat/ir/graph.py",
-            "from onnx_remat.ort import runtime",
-            "onnx_remat.ir.graph -> onnx_remat.ort.runtime",
-        ),
-        (
-            "onnx_remat/plan/flow.py",
-            "def f():\n    import onnx_remat.rewrite.fit",
-            "onnx_remat.plan.flow -> onnx_remat.rewrite",
-        ),
-        ("onnx_remat/ort/kernels/base.py", "from onnx_remat.ort.kernels import cpu", "onnx_remat.ort.kernels.base -> "),
-        ("onnx_remat/plan/bounds.py", "from onnx_remat.plan.search import core", "onnx_remat.plan.bounds -> "),
-        (
-            "onnx_remat/write/extra.py",
-            "from onnx_remat.plan import flow",
-            "onnx_remat.write.extra -> onnx_remat.plan.flow",
-        ),
-        ("converters/tape.py", "from .passes import simplify", "converters.tape -> converters.passes.simplify"),
-        (
-            "converters/passes/shorten_masked_softmax.py",
-            "from ..autodiff import loss",
-            "converters.passes.shorten_masked_softmax -> converters.autodiff",
-        ),
-        ("converters/jax/step.py", "from ..pytorch import arrays", "converters.jax.step -> converters.pytorch.arrays"),
-    ],
-)
+WRONG = [
+    ("onnx_remat/ir/graph.py", "from onnx_remat.ort import runtime", "onnx_remat.ir.graph -> onnx_remat.ort.runtime"),
+    (
+        "onnx_remat/plan/flow.py",
+        "def f():\n    import onnx_remat.rewrite.fit",
+        "onnx_remat.plan.flow -> onnx_remat.rewrite",
+    ),
+    ("onnx_remat/ort/kernels/base.py", "from onnx_remat.ort.kernels import cpu", "onnx_remat.ort.kernels.base -> "),
+    ("onnx_remat/plan/bounds.py", "from onnx_remat.plan.search import core", "onnx_remat.plan.bounds -> "),
+    ("onnx_remat/write/extra.py", "from onnx_remat.plan import flow", "onnx_remat.write.extra -> onnx_remat.plan.flow"),
+    ("converters/tape.py", "from .passes import simplify", "converters.tape -> converters.passes.simplify"),
+    (
+        "converters/passes/shorten_masked_softmax.py",
+        "from ..autodiff import loss",
+        "converters.passes.shorten_masked_softmax -> converters.autodiff",
+    ),
+    ("converters/jax/step.py", "from ..pytorch import arrays", "converters.jax.step -> converters.pytorch.arrays"),
+]
+
+
+@pytest.mark.parametrize(("module", "line", "named"), few(WRONG, WRONG[1::5], several=True))
 def test_an_import_that_goes_up_or_sideways_is_named(module, line, named, tmp_path):
     path = copied(tmp_path) / module
     path.write_text((path.read_text() if path.exists() else "") + f"\n\n{line}\n")

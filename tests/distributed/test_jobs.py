@@ -421,6 +421,7 @@ def test_a_batch_of_another_size_has_a_weight_and_values_of_its_own(here):
         training.step({"x": rows_of(5)}, weight=5)
 
 
+@pytest.mark.slow
 def test_a_rate_of_one_batch_is_that_of_all_that_are_accumulated(here):
     from onnx_remat.distributed import DataParallel
 
@@ -452,6 +453,7 @@ def test_state_that_varies_with_the_batch_keeps_its_size(here):
         training.step({"x": rows_of(5)}, weight=5)
 
 
+@pytest.mark.slow
 def test_a_seed_that_nobody_gives_is_asked_for(here):
     from onnx_remat.distributed import DataParallel
 
@@ -464,6 +466,7 @@ def test_a_seed_that_nobody_gives_is_asked_for(here):
     assert DataParallel(model, START, seed=5).step({"x": rows_of(4)}) == 2 + 5
 
 
+@pytest.mark.slow
 def test_numbers_of_small_types_are_given_as_lists(here):
     from onnx_remat.distributed import DataParallel
 
@@ -518,6 +521,7 @@ def test_training_goes_on_after_a_size_with_which_the_step_does_not_open(here, t
     assert training.step({"x": rows_of(4)}) == 2
 
 
+@pytest.mark.slow
 def test_inputs_that_nobody_gives_have_their_defaults(here):
     from onnx_remat.distributed import DataParallel
 

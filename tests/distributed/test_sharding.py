@@ -204,6 +204,7 @@ def test_what_cannot_be_prepared_is_refused_before_it_is(step, options, message)
         prepare_apart(step, None, **options)
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_budget_of_the_whole_rank():
     from onnx_remat.distributed import prepare
     from onnx_remat.errors import BudgetInfeasibleError

@@ -99,6 +99,7 @@ def with_drawing_body() -> onnx.ModelProto:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_by", few(["session", "loop"], ["session"]))
 def test_a_step_with_draws_in_a_body_is_not_compared_and_not_refused(run_by):
     """Two runs differ, and nothing is known of the shapes in a body that would let its draws be fixed."""

@@ -159,7 +159,10 @@ def more_than_there_is(path):
     onnx.save(model_of([node], {"x": [4]}, {"y": [2**44]}, {"size": np.array([2**44])}), path)
 
 
-@pytest.mark.parametrize(("make", "limit", "words"), [(endless, 2, "within 2 s"), (more_than_there_is, 5, "failed: ")])
+@pytest.mark.parametrize(
+    ("make", "limit", "words"),
+    [pytest.param(endless, 2, "within 2 s", marks=pytest.mark.slow), (more_than_there_is, 5, "failed: ")],
+)
 def test_what_a_measured_model_may_take_is_limited(make, limit, words, tmp_path, monkeypatch):
     """A run that does not end is ended, and one that asks for more memory than the machine has fails by itself."""
     monkeypatch.setattr(processes, "SECONDS", float(limit))
@@ -186,6 +189,7 @@ def test_a_session_is_compared_with_the_runtimes_own(level, tmp_path):
         assert session.donated
 
 
+@pytest.mark.slow
 def test_a_session_that_is_wrong_is_reported(tmp_path, monkeypatch):
     path = tmp_path / "mlp.onnx"
     onnx.save(mlp(layers=2, batch=64, width=32), path)

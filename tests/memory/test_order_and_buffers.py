@@ -17,11 +17,14 @@ from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation
 from tests.support.graphs import SAMPLES, mlp, model_of
+from tests.support.slow import few
 
 pytest.importorskip("onnxruntime")
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", few(SAMPLES, [path for path in SAMPLES if path.stem in ("attention_stack", "chain")]), ids=lambda p: p.stem
+)
 def test_emulated_order_is_the_executed_order(path):
     executed = processes.measure(path, "disable", trace=True).executed
     emulated = as_executed(onnx.load(path), None, "disable", Preparation(CPU))
@@ -46,7 +49,7 @@ def shuffled(model: onnx.ModelProto, seed: int) -> onnx.ModelProto:
     return copy
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), [0, 1]))
 def test_emulated_order_and_peak_follow_the_file(seed, tmp_path):
     model = shuffled(mlp(layers=6, batch=2048, width=128), seed)
     path = tmp_path / "m.onnx"
@@ -176,7 +179,7 @@ def waiting(tail: list[onnx.NodeProto], stated: onnx.ValueInfoProto) -> onnx.Mod
     return model
 
 
-@pytest.mark.parametrize("level", ["disable", "basic", "all"])
+@pytest.mark.parametrize("level", few(["disable", "basic", "all"], ["all"]))
 @pytest.mark.parametrize("case", ["a Transpose that moves", "a cast for a kernel"])
 def test_a_value_that_onnx_runtime_names_takes_a_freed_buffer_if_it_knows_the_shape(case, level, tmp_path):
     """It moves the Transpose behind the Slice, whose new result has the shape of p: p's buffer waits for it.

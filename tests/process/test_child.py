@@ -16,6 +16,7 @@ from onnx_remat.errors import BudgetInfeasibleError, ShapeError, UsageError
 from onnx_remat.messages import Setting, Word
 from onnx_remat.process import child
 from onnx_remat.process.child import Child, Failed, Limit, call
+from tests.support.slow import few
 
 HERE = "tests.process.test_child:"
 
@@ -98,7 +99,9 @@ def test_who_dies_by_a_signal_is_quoted():
     assert failed.error() is None
 
 
-@pytest.mark.parametrize(("limit", "computes"), [(Limit(0.3, clock=True), False), (Limit(1), True)])
+@pytest.mark.parametrize(
+    ("limit", "computes"), [(Limit(0.3, clock=True), False), pytest.param(Limit(1), True, marks=pytest.mark.slow)]
+)
 def test_who_exceeds_the_time_is_ended(limit, computes):
     call(HERE + "given_back", {})
     began = time.monotonic()
@@ -194,7 +197,7 @@ os.read(0, 1)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a process that is killed")
-@pytest.mark.parametrize("work", ["sleeps", "computes"])
+@pytest.mark.parametrize("work", few(["sleeps", "computes"], ["sleeps"]))
 def test_a_process_ends_with_the_one_that_started_it(work):
     command = [sys.executable, "-c", PARENT, work]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

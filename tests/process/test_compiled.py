@@ -172,6 +172,7 @@ def test_what_a_handler_raises_within_a_compiled_function_comes_out_as_it_is() -
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
     copy = tmp_path / "site" / "onnx_remat"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "converters"))

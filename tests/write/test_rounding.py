@@ -51,7 +51,7 @@ def half_mlp(layers: int, batch: int, width: int) -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize("selector, budget", [("auto", "65%"), ("revolve", "80%")])
+@pytest.mark.parametrize("selector, budget", [pytest.param("auto", "65%", marks=pytest.mark.slow), ("revolve", "80%")])
 def test_a_step_in_half_precision_keeps_its_bits(selector: str, budget: str) -> None:
     model = half_mlp(8, 512, 32)
     result = rewrite_model(model, budget, run_by="session", selector=selector, effort=0.3)
