@@ -52,6 +52,14 @@ class Move:
     steps: Steps
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a Slice begins in its input, and extent and stride of each axis of its result."""
+
+    offset: int
+    axes: Steps
+
+
 def move_of(
     node: onnx.NodeProto, made: str, tensors: Mapping[str, Tensor], integers: Mapping[str, tuple[int, ...]]
 ) -> Move | None:
@@ -81,13 +89,15 @@ def move_of(
         extents = [tensors[name].shape[axis] for name in node.output]
         start = list(accumulate(extents, initial=0))[list(node.output).index(made)]
         return Move(start * strides[axis], spaces.merged(list(zip(result, strides, strict=True))))
-    return _slice(node, values, shape, result, integers)
+    cut = slice_of(node, shape, result, integers)
+    return None if cut is None else Move(cut.offset, spaces.merged(cut.axes))
 
 
-def _slice(
-    node: onnx.NodeProto, values: Mapping[str, Sequence[int]], shape: Sequence[int], result: Sequence[int],
-    integers: Mapping[str, tuple[int, ...]],
-) -> Move | None:  # fmt: skip
+def slice_of(
+    node: onnx.NodeProto, shape: Sequence[int], result: Sequence[int], integers: Mapping[str, tuple[int, ...]]
+) -> Cut | None:
+    """Return what a Slice of a value of a shape leaves; None if it goes backwards, or its arguments are unknown."""
+    values = attributes(node)
     given = [integers.get(name) if name else None for name in node.input[1:]]
     if any(name and found is None for name, found in zip(node.input[1:], given, strict=True)):
         return None
@@ -97,7 +107,7 @@ def _slice(
     )
     if not len(starts) == len(ends) > 0:
         return None
-    strides = list(spaces.full(shape))
+    strides = list(spaces.full(tuple(shape)))
     offset, extents = 0, list(shape)
     count = len(starts)
     for axis, start, end, step in zip(axes or range(count), starts, ends, steps or [1] * count, strict=True):
@@ -108,4 +118,4 @@ def _slice(
         extents[axis] = max(0, -(-(last - first) // step))
         offset += first * strides[axis]
         strides[axis] *= step
-    return Move(offset, spaces.merged(list(zip(extents, strides, strict=True)))) if extents == list(result) else None
+    return Cut(offset, tuple(zip(extents, strides, strict=True))) if extents == list(result) else None

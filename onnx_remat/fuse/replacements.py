@@ -12,7 +12,7 @@ from math import prod
 
 import onnx
 
-from onnx_remat.fuse import convolution_forms, convolutions, depthwise, pads, pools, products, scatters
+from onnx_remat.fuse import columns, convolution_forms, convolutions, depthwise, pads, pools, products, scatters
 from onnx_remat.fuse.code import KINDS
 from onnx_remat.fuse.convolution_forms import Found
 from onnx_remat.fuse.kernel import FusedNode, Kernel, Replacement
@@ -54,10 +54,10 @@ def convolved(ordered: OrderedStep) -> tuple[list[Found], list[Found]]:
 def candidates(ordered: OrderedStep) -> list[Replacement]:
     """Return the nodes that such kernels can replace; of those that share nodes, the first ones are preferred.
 
-    On a device ONNX Runtime's own kernels call libraries, so that only Pads are replaced.
+    On a device ONNX Runtime's own kernels call libraries, so that only Pads and Concats of slices are replaced.
     """
     if ordered.device:
-        return pads.find(ordered)
+        return [*pads.find(ordered), *columns.find(ordered)]
     gradients, others = convolved(ordered)
     found = [_replacement(each, "depthwise weights", depthwise.kernel_of(each, ordered)) for each in gradients]
     for each in others if ordered.convolutions else ():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx
@@ -23,6 +23,8 @@ LEAST_WINDOW = 12
 
 MOST_VALUES = 121
 """Maximum number of values along the spatial axes: so many windows, and no more, are copied."""
+
+_Entry = TypeVar("_Entry")
 
 _LEAST_OPSET = 11  # Pad and Slice take tensors, Gemm no third input
 
@@ -78,6 +80,16 @@ def windows_at_a_time(x: Sequence[int], w: Sequence[int]) -> int:
     return max(1, prod(x[2:]) // prod(w[2:]))
 
 
+def _in_rows(entries: Sequence[_Entry], length: int, most: int) -> list[Sequence[_Entry]]:
+    """Divide entries in rows of a length into parts of at most so many: of whole rows, or of one row alone.
+
+    Windows of such a part begin at regular distances, so that a device's kernel copies all of them (`fuse.columns`).
+    """
+    each = most // length * length or -(-length // -(-length // most))
+    rows = [entries] if each >= length else [entries[i : i + length] for i in range(0, len(entries), length)]
+    return [row[i : i + each] for row in rows for i in range(0, len(row), each)]
+
+
 def definition(node: onnx.NodeProto, types: Any) -> list[onnx.NodeProto]:
     """Return nodes that compute a Conv for which `is_large`, from the types of its inputs."""
     x, w = _shape(types, node.input[0]), _shape(types, node.input[1])
@@ -117,11 +129,11 @@ def definition(node: onnx.NodeProto, types: Any) -> list[onnx.NodeProto]:
     outer = [images, groups] if several else [images]
     entry = ints([*outer, 1, length], "entry_shape")
     at_a_time = windows_at_a_time(x, w)
-    entries = list(itertools.product(*map(range, out)))
+    entries = list(enumerate(itertools.product(*map(range, out))))
     parts = []
-    for number, first in enumerate(range(0, len(entries), at_a_time)):
+    for number, together in enumerate(_in_rows(entries, out[-1], at_a_time)):
         windows = []
-        for i, place in enumerate(entries[first : first + at_a_time], first):
+        for i, place in together:
             starts = [at * stride for at, stride in zip(place, strides, strict=True)]
             ends = [s + d * (size - 1) + 1 for s, d, size in zip(starts, dilations, w[2:], strict=True)]
             given = [read, ints(starts, f"starts_{i}"), ints(ends, f"ends_{i}"), axes, steps]

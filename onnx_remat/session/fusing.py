@@ -9,7 +9,7 @@ small values that wait for others; and by up to a hundredth than without joins, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -21,7 +21,7 @@ from onnx_remat.fuse.kernel import FusedNode
 from onnx_remat.fuse.nodes import Fusion, fuse
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.fuse.replacements import candidates, convolved
-from onnx_remat.ir.graph import Op
+from onnx_remat.ir.graph import Op, constants
 from onnx_remat.ir.opsets import opset_of
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
@@ -259,25 +259,28 @@ _NUMBERS = (1, 6, 7, 11, 12)  # float32, int32, int64, float64, uint32
 
 
 def numbers(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Mapping[str, float]:
-    """Return the weights of a single number that are not inputs."""
-    fed = {value.name for value in graph.input}
+    """Return the constants of a single number."""
     return {
-        each.name: float(numpy_helper.to_array(each).item())
-        for each in (*graph.initializer, *more)
-        if each.name not in fed and math.prod(each.dims) == 1 and each.data_type in _NUMBERS
-        and each.data_location != TensorProto.EXTERNAL
-    }  # fmt: skip
+        name: float(numpy_helper.to_array(each).item())
+        for name, each in _constants(graph, more)
+        if math.prod(each.dims) == 1 and each.data_type in _NUMBERS
+    }
 
 
 def vectors(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto] = ()) -> Mapping[str, tuple[int, ...]]:
-    """Return the weights that are short vectors of int64, and no inputs."""
-    fed = {value.name for value in graph.input}
+    """Return the constants that are short vectors of int64."""
     return {
-        each.name: tuple(int(number) for number in numpy_helper.to_array(each))
-        for each in (*graph.initializer, *more)
-        if each.name not in fed and len(each.dims) == 1 and each.dims[0] <= _MOST_INTEGERS
-        and each.data_type == TensorProto.INT64 and each.data_location != TensorProto.EXTERNAL
-    }  # fmt: skip
+        name: tuple(int(number) for number in numpy_helper.to_array(each))
+        for name, each in _constants(graph, more)
+        if len(each.dims) == 1 and each.dims[0] <= _MOST_INTEGERS and each.data_type == TensorProto.INT64
+    }
+
+
+def _constants(graph: onnx.GraphProto, more: Iterable[onnx.TensorProto]) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Yield names and tensors of a graph's constants, and of more, without those that lie in other files."""
+    for name, each in (*constants(graph).items(), *((each.name, each) for each in more)):
+        if each.data_location != TensorProto.EXTERNAL:
+            yield name, each
 
 
 _MOST_INTEGERS = 16

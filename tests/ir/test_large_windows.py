@@ -9,7 +9,11 @@ from onnx import helper
 
 from onnx_remat.ir import large_windows
 from onnx_remat.ir.expand import expand
+from onnx_remat.options import Options
+from onnx_remat.ort.executed import as_executed
 from onnx_remat.ort.kernels.registry import kernels_of
+from onnx_remat.session.prediction import laid_out
+from tests.support.graphs import model_of
 
 
 def conv(x, w, opset=17, kind=onnx.TensorProto.FLOAT, **stated) -> onnx.ModelProto:
@@ -82,3 +86,14 @@ def test_a_plan_for_cuda_has_them_and_one_for_the_cpu_does_not(opset):
 def test_others_stay_as_they_are(x, w, stated):
     given = conv(x, w, **stated)
     assert expand(given, {large_windows.OP}) == (given, frozenset())
+
+
+def test_a_kernel_of_a_device_copies_the_windows_of_a_row():
+    """Slices state where they begin in Constant nodes."""
+    x, w, stated = [3, 4, 35, 35], [8, 4, 14, 14], {"pads": [1] * 4, "strides": [2, 2], "dilations": [2, 2]}
+    model = model_of(
+        [helper.make_node("Conv", ["x", "w"], ["y"], "c", **stated)], {"x": x, "w": w}, {"y": [3, 8, 6, 6]}
+    )
+    executed = as_executed(model, None, "all", Options(provider="cuda").preparation())
+    kinds = [step.node.op_type for step in laid_out(executed).program.steps]
+    assert kinds.count("Slice") == 0 and kinds.count("FusedOnDevice") == 1 + 6  # and the Pad
