@@ -125,7 +125,7 @@ def find(ordered: OrderedStep) -> list[Replacement]:
         if not is_op(node, "Concat") or not all(ordered.uses.only_for(name, place) for name in node.input):
             continue
         made = ordered.tensors[node.output[0]]
-        axis = int(attributes(node).get("axis", 0)) % max(len(made.shape), 1)
+        axis = int(attributes(node).get("axis", 1)) % max(len(made.shape), 1)
         columns = columns_of(ordered, node.input, axis)
         if columns is None or not ordered.uses.is_own(node.output[0]):
             continue

@@ -58,6 +58,10 @@ def outside_kernels(problem: Problem, compiled: Compiled) -> Problem:
     inside = _fusible(graph) | _named(graph, VIEWS)
     cost = np.where(inside, 0.0, problem.cost)
     inside[list(several)] = True
+    if (
+        compiled.kernels.device != "cpu"
+    ):  # slices side by side, and products of them, may be one value: `session.windows`
+        inside |= _named(graph, {"Concat"})
     return _uncounted(replace(problem, workspace=workspace, cost=cost), inside)
 
 

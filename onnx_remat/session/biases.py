@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from onnx_remat.session.lean_graph import LeanNode
     from onnx_remat.session.offsets import Program
 
-_PRODUCT = "/product"
+PRODUCT = "/product"
+"""What the name of a product ends in that stands for another value, after the name of that."""
+
 _FLOAT = 1  # of onnx.TensorProto; half precision would be rounded twice
 
 
 def result_of(name: str) -> str:
-    """Return the name of the result of which a value is the product, an empty text if it is none."""
-    return name.removesuffix(_PRODUCT) if name.endswith(_PRODUCT) else ""
+    """Return the name of the value that a product stands for, an empty text if it stands for none."""
+    return name.removesuffix(PRODUCT) if name.endswith(PRODUCT) else ""
 
 
 _OPTIONAL_BIAS = 11
@@ -55,7 +57,7 @@ def divided(program: Program, opset: int, renewed: Container[str] = ()) -> Progr
     more: dict[str, Tensor] = {}
     for step in program.steps:
         made = step.node.output[0] if step.node.output else ""
-        product = made + _PRODUCT
+        product = made + PRODUCT
         alone = readers[made] == 1 and made not in program.outputs and made not in renewed
         if not alone or not _has_bias(step.node) or program.tensors[made].dtype != _FLOAT or product in program.tensors:
             steps.append(step)

@@ -9,7 +9,7 @@ small values that wait for others; and by up to a hundredth than without joins, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -26,7 +26,7 @@ from onnx_remat.ir.opsets import opset_of
 from onnx_remat.messages import Message, Setting
 from onnx_remat.ort import runtime
 from onnx_remat.ort.prepare import Compiled
-from onnx_remat.session import biases, lean_graph, offsets, slab_layout
+from onnx_remat.session import biases, lean_graph, offsets, slab_layout, windows
 from onnx_remat.session.bookkeeping import bookkeeping_bytes, values_of
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Offsets, Program
@@ -39,6 +39,9 @@ they lie above all others, so that they cost memory wherever they are live."""
 JOINED_SHARE = 100
 """Inverse of the part of a slab that it may take more where kernels are joined, if it is smaller than unfused all the
 same: fewer launches save far more time than recomputes for so few bytes take."""
+
+_CAUTIOUS = 16
+"""Inverse of the part of a slab that columns leave free where, with as many as fit, no layout reaches what is live."""
 
 MOST_NODES = 20_000
 """Maximum number of nodes of a step to fuse: the time to find groups grows quadratically, to some 10 s here."""
@@ -92,18 +95,41 @@ def fuse_step(made: SlabLayout, least: int, secret: int, seconds: float | None =
     """Fuse nodes of a step and lay it out again, see `as_fused`; return `Refused` where it should run unfused."""
     if len(made.program.steps) > MOST_NODES:
         return Refused(f"it has over {MOST_NODES} nodes")
-    step = _Step(made, least, seconds)
-    found = fuse(step.ordered, secret)
-    if not found.kernels and not found.single:
-        return _NONE
-    return step.joined(found) if step.device else step.laid_out(found)
+    if made.program.kernels.device == "cpu":
+        return _Step(made, made.program, least, seconds).fused(secret)
+    opset = opset_of(made.compiled.graph.model)
+    step = _Step(made, biases.divided(made.program, opset, made.offsets.donated), least, seconds)
+    found = step.fused(secret)
+    layout = found if isinstance(found, SlabLayout) else made
+    gradients = windows.find(step.ordered)
+    for less in (0, layout.offsets.live // _CAUTIOUS) if gradients else ():
+        program = windows.joined(step.program, opset, gradients, _room(layout, less))
+        together = replace(step, program=program).fused(secret) if program is not step.program else found
+        if isinstance(together, SlabLayout) and together.offsets.height <= layout.offsets.height:
+            return together
+    return found
+
+
+def _room(made: SlabLayout, less: int) -> Callable[[str, str], int]:
+    """Return a function of two values: the bytes below the peak where one is made, the other live, but for `less`."""
+    program, used = made.program, offsets.in_use(made.program, made.offsets)
+    at = {name: i for i, step in enumerate(program.steps) for name in step.writes}
+    placed = {each.name: each.nbytes for each in made.offsets.placements}
+    _, end = offsets.lifetimes(program, list(placed))
+
+    def room(result: str, value: str) -> int:
+        place = at[result]
+        return int(used.max() - used[place]) - less - (placed[value] if end.get(value, place) < place else 0)
+
+    return room
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to fuse, with the arguments of `as_fused`."""
+    """A step to fuse, with the arguments of `as_fused`, and the program whose nodes are fused."""
 
     made: SlabLayout
+    program: Program
     least: int
     seconds: float | None
 
@@ -116,11 +142,12 @@ class _Step:
     def opset(self) -> int:
         return opset_of(self.made.compiled.graph.model)
 
-    @cached_property
-    def program(self) -> Program:
-        """The nodes that are fused; on a device biases are apart from their products."""
-        program, donated = self.made.program, self.made.offsets.donated
-        return biases.divided(program, self.opset, donated) if self.device else program
+    def fused(self, secret: int) -> SlabLayout | Refused:
+        """Fuse its nodes, and lay it out again."""
+        found = fuse(self.ordered, secret)
+        if not found.kernels and not found.single:
+            return _NONE
+        return self.joined(found) if self.device else self.laid_out(found)
 
     @cached_property
     def extra(self) -> int:
