@@ -44,10 +44,22 @@ def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: 
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         node.replace_all_uses_with(node.args[0])  # of constants in rules
         module.graph.erase_node(node)
+    _state_types(module.graph)
     _keep_digits(module)
     _widen_updates(module.graph)
     module.graph.eliminate_dead_code()
     return module
+
+
+def _state_types(graph: Graph) -> None:
+    """State the type of tensors made in torch's default type, because torch's exporter makes them in float32."""
+    for node in graph.nodes:
+        schema, dtype = getattr(node.target, "_schema", None), getattr(node.meta.get("val"), "dtype", torch.float32)
+        if schema is None or not dtype.is_floating_point or dtype == torch.float32:
+            continue
+        takes = {argument.name: str(argument.type) for argument in schema.arguments}
+        if "dtype" in takes and "Tensor" not in takes.values():
+            node.kwargs = node.kwargs | {"dtype": dtype}
 
 
 _BY_NUMBER = {

@@ -429,6 +429,27 @@ def test_other_precisions(kind):
             rewrite_model(step, "90%")
 
 
+class Started(nn.Module):
+    """Adds tensors that are made without a type."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        whole = torch.zeros(3) + torch.ones(3) + torch.full((3,), 0.5)
+        return self.linear(x) * (whole + torch.arange(0.0, 3.0) + torch.linspace(0, 1, 3) + torch.randn(3))
+
+
+def test_tensors_made_without_a_type_have_the_default_one():
+    try:
+        torch.set_default_dtype(torch.float64)
+        step = export_training_step(Started(), (torch.randn(5, 4), torch.zeros(5).long()), F.cross_entropy)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert error(step) < 1e-12
+
+
 def test_kernels_that_float64_lacks_are_said_to_be_of_float64():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double()
     batch = torch.randn(2, 1, 4, 4, dtype=torch.float64), torch.zeros(2).long()
