@@ -283,6 +283,22 @@ def test_a_negative_index_that_torch_takes_stays(function):
     np.testing.assert_allclose(runtime.outputs(step, feeds)["loss"], model(index).item(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("ignored", few([-100, 2, 255], [255]))
+def test_classes_of_8_bits_are_numbers_without_a_sign(ignored):
+    model = Picks(lambda w, i: F.cross_entropy(w, i, ignore_index=ignored))
+    classes = torch.tensor([0, 2, 3, 5 if ignored < 255 else 255], dtype=torch.uint8)
+    step = export_training_step(model, (classes,))
+    feeds = initial_feeds(step, model) | {"input.0": classes.numpy()}
+    np.testing.assert_allclose(runtime.outputs(step, feeds)["loss"], model(classes).item(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int32])
+def test_classes_of_a_type_that_torch_refuses_are_refused(kind):
+    model = Picks(F.cross_entropy)
+    with pytest.raises(ConversionError, match=rf"^the numbers of classes are {kind}, .*: use target.long\(\)$"):
+        export_training_step(model, (torch.tensor([0, 2, 3, 1], dtype=kind),), check=False)
+
+
 def test_indices_that_are_known_cost_nothing():
     model = Picks(lambda w, i: F.embedding(torch.arange(3), w) + i)
     step = export_training_step(model, (torch.randn(3, 6),))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from onnx_remat.errors import ConversionError
+
 _BEYOND = {torch.int64: 2**40, torch.int32: 2**30}
 """Sizes that no tensor has. They are far below the largest number of the type, so that no address that is computed from
 such an index wraps around."""
@@ -39,7 +41,12 @@ def _of_classes(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """Call a loss of numbers of classes; the one that is ignored moves with the others."""
+    """Call a loss of numbers of classes, which torch takes in 64 bits or 8; the one that is ignored moves with the
+    others."""
+    if target.dtype in (torch.int8, torch.int16, torch.int32):
+        raise ConversionError(f"the numbers of classes are {target.dtype}, which torch refuses: use target.long()")
+    if target.dtype == torch.uint8:
+        target = target.long()
     if target.dtype in _BEYOND:
         target, ignore_index = beyond(target), ignore_index % _BEYOND[target.dtype]
     return function(input, target, weight, size_average, ignore_index, *more, **named)
