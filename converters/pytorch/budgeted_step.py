@@ -218,6 +218,13 @@ class Budgeted:
             self._arrays, self._bound, self._outside = {}, {}, {}
             self._failed = "closed"
 
+    def __reduce__(self) -> NoReturn:
+        """Raise UsageError: a copy would train the tensors of the original."""
+        raise UsageError(
+            "a step cannot be copied or pickled: copy the model and the optimizer, or save their state_dict(), and "
+            "make a new step of these"
+        )
+
     def __enter__(self) -> Budgeted:
         return self
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import io
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -655,6 +656,16 @@ def test_batches_that_a_step_cannot_take_apart_or_differentiate_are_refused():
         step(({"x": made}, y))
     with torch.no_grad():
         step(({"x": nn.Linear(6, 6)(torch.randn(8, 6))}, y))
+
+
+def test_a_step_says_that_it_cannot_be_copied():
+    model = nn.Linear(6, 2)
+    optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), (torch.randn(8, 6), torch.randn(8, 2))
+    step = budgeted(model, nn.functional.mse_loss, optimizer, batch, check=False)
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"^a step cannot be copied or pickled: copy the model .* make a new step"):
+            copied({"step": step} if copied is copy.deepcopy else step)
+    step(batch)
 
 
 def test_threads_take_their_steps_one_after_the_other():
