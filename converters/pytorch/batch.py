@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Batch:
         Raises
         ------
         ConversionError
-            An entry requires a gradient, or holds tensors in an object of another kind.
+            An entry requires a gradient, is an array of numpy, or holds tensors in an object of another kind.
         UsageError
             It is none of these, or two tensors have one name.
         """
@@ -100,7 +101,8 @@ class Batch:
             )
         for ours, theirs in zip(self.leaves, made.leaves, strict=True):
             if not _equal(ours, theirs):
-                raise UsageError(f"the batch has {theirs!r} in place of the constant {ours!r}: make a new step")
+                now, before = (textwrap.shorten(repr(each), 80, placeholder="...") for each in (theirs, ours))
+                raise UsageError(f"the batch has {now} in place of the constant {before}: make a new step")
         return made
 
     def check_dimensions(self, dynamic: Mapping[str, Mapping[int, str]]) -> None:
@@ -251,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
-    """Raise ConversionError for a tensor that requires a gradient, or an object that holds tensors."""
+    """Raise ConversionError for a tensor that requires a gradient, an array, or an object that holds tensors."""
     if isinstance(leaf, torch.Tensor):
         if leaf.requires_grad and torch.is_grad_enabled():
             raise ConversionError(
@@ -259,6 +261,11 @@ def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
                 "or make what computed it a part of the model"
             )
         return
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMBERS:
+        raise ConversionError(
+            f"{_path(path)} of the batch is a numpy array, which would be a constant of the step: "
+            "give a tensor, torch.from_numpy(array)"
+        )
     if _holds_tensor(leaf):
         called = ", or if the model only calls it, its method __call__" if callable(leaf) else ""
         raise ConversionError(
@@ -266,6 +273,9 @@ def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
             f"give a tuple, a list or a dict of them{called}"
         )
 
+
+_NUMBERS = "biufc"
+"""Kinds of numpy's types of which there are tensors; arrays of texts and objects are constants."""
 
 _DEPTH = 5
 """Levels of objects and containers in which to look for tensors: a graph of torch_geometric has them on the fourth."""
@@ -304,14 +314,14 @@ def _equal(ours: Any, theirs: Any) -> bool:
     """Return whether two constants are equal, NaN and NaN too; those that cannot be compared are not."""
     if ours is theirs:
         return True
-    has_nan = all(isinstance(each, float | np.generic | np.ndarray) and _is_float(each) for each in (ours, theirs))
+    has_nan = all(isinstance(each, float | np.generic) and _is_float(each) for each in (ours, theirs))
     try:
         return np.array_equal(ours, theirs, equal_nan=has_nan)
     except Exception:
         return False
 
 
-def _is_float(value: float | np.generic | np.ndarray) -> bool:
+def _is_float(value: float | np.generic) -> bool:
     return np.asarray(value).dtype.kind in "fc"
 
 

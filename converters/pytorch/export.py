@@ -172,7 +172,7 @@ def export_training_step(
         The module, in the mode (train or eval) of the step.
     example_inputs : tensor, sequence or mapping
         One batch: positional or keyword arguments of the model, and last, if `loss` is given, the target. Values other
-        than tensors become constants.
+        than tensors become constants; arrays of numpy are refused.
     loss : callable, optional
         ``loss(output, target)`` returns the scalar loss. By default the model itself returns the loss, or an object
         with the loss as attribute ``loss`` or under the key ``"loss"``.

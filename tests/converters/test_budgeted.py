@@ -634,13 +634,29 @@ class Unlike:
     __hash__ = None
 
 
-@pytest.mark.parametrize("one", [float("nan"), np.float32("nan"), np.array([1.0, np.nan]), "a", 2, None, np.arange(2)])
+@pytest.mark.parametrize("one", [float("nan"), np.float32("nan"), np.array(["a", "b"]), "a", 2, None, np.int64(2)])
 def test_a_constant_of_a_batch_is_the_same_by_value(one):
     batch = Batch.of((torch.ones(2), one))
     assert batch.like((torch.ones(2), copy.deepcopy(one))).names == batch.names
-    for other in (1.5, "b", np.array([1.0, 2.0, 3.0]), Unlike()):
+    for other in (1.5, "b", np.array(["a", "b", "c"]), Unlike()):
         with pytest.raises(UsageError, match=r"in place of the constant .*: make a new step"):
             batch.like((torch.ones(2), other))
+
+
+def test_a_constant_of_a_batch_is_named_in_one_line():
+    one, other = (np.array([f"{word}{index}" for index in range(999)]) for word in "ab")
+    with pytest.raises(UsageError, match=r"^the batch has array\(\['b0'.*: make a new step$") as raised:
+        Batch.of((torch.ones(2), one)).like((torch.ones(2), other))
+    assert len(str(raised.value)) < 250
+
+
+@pytest.mark.parametrize("kind", [float, int, bool])
+def test_arrays_of_numbers_in_a_batch_are_refused(kind):
+    wanted = r"^x\.y of the batch is a numpy array, .*: give a tensor, torch\.from_numpy\(array\)$"
+    with pytest.raises(ConversionError, match=wanted):
+        Batch.of({"x": {"y": np.ones(2, kind)}})
+    with pytest.raises(ConversionError, match=wanted):
+        Batch.of({"x": {"y": torch.ones(2)}}).like({"x": {"y": np.ones(2, kind)}})
 
 
 def test_batches_that_a_step_cannot_take_apart_or_differentiate_are_refused():
