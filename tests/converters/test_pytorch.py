@@ -299,6 +299,23 @@ def test_classes_of_a_type_that_torch_refuses_are_refused(kind):
         export_training_step(model, (torch.tensor([0, 2, 3, 1], dtype=kind),), check=False)
 
 
+BAGS = {
+    "sum": lambda w, i: F.embedding_bag(i, w, mode="sum", padding_idx=1),
+    "mean": lambda w, i: F.embedding_bag(i, w, mode="mean", padding_idx=1),
+    "max": lambda w, i: F.embedding_bag(i, w, mode="max", padding_idx=1),
+    "ragged sum": lambda w, i: F.embedding_bag(i.flatten(), w, torch.tensor([0, 3, 3, 7]), mode="sum", padding_idx=-3),
+    "ragged mean": lambda w, i: F.embedding_bag(i.flatten(), w, torch.tensor([0, 3, 3, 7]), padding_idx=-3),
+    "shortened": lambda w, i: F.embedding_bag(i, w, mode="sum", max_norm=0.7),
+}
+
+
+@pytest.mark.parametrize("name", few(BAGS, ["max", "ragged mean"]))
+def test_bags_leave_out_their_padding(name):
+    index = torch.tensor([[1, 1, 1], [1, 3, 1], [0, 2, 3], [2, 1, 2]])  # of the first bag nothing is left
+    step = export_training_step(Picks(BAGS[name]), (index,))  # checked
+    assert "grad.table" in [value.name for value in step.graph.output]
+
+
 def test_indices_that_are_known_cost_nothing():
     model = Picks(lambda w, i: F.embedding(torch.arange(3), w) + i)
     step = export_training_step(model, (torch.randn(3, 6),))

@@ -40,16 +40,27 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Sum, mean or maximum of the rows in each bag."""
-    if max_norm is not None or scale_grad_by_freq or padding_idx is not None or (offsets is not None and mode == "max"):
-        raise NotImplementedError("embedding_bag with max_norm, scale_grad_by_freq, padding_idx or ragged maximum")
-    rows = F.embedding(beyond(input), weight)
+    """Sum, mean or maximum of the rows in each bag, without those of the padding."""
+    if scale_grad_by_freq:
+        raise NotImplementedError("embedding_bag with scale_grad_by_freq: use F.embedding with it, and .sum(1)")
+    if offsets is not None and mode == "max":
+        raise NotImplementedError(
+            "embedding_bag of mode 'max' with offsets: pad the bags to one length, give indices of shape (bags, "
+            "length), and name the index that pads, padding_idx"
+        )
+    rows = embedding(input, weight, None, max_norm, norm_type)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
+    kept = None if padding_idx is None else input != padding_idx % weight.shape[0]
+    if kept is not None:
+        rows = torch.where(kept.unsqueeze(-1), rows, -math.inf if mode == "max" else 0.0)
     if offsets is None:
         if mode == "max":
-            return rows.max(1).values
-        return rows.sum(1) if mode == "sum" else rows.mean(1)
+            made = rows.max(1).values
+            return made if kept is None else torch.where(kept.any(1, keepdim=True), made, 0.0)
+        if mode == "sum" or kept is None:
+            return rows.sum(1) if mode == "sum" else rows.mean(1)
+        return rows.sum(1) / kept.sum(1, keepdim=True).clamp(min=1).to(rows.dtype)
     offsets = offsets.long()
     if not include_last_offset:
         offsets = torch.cat([offsets, offsets.new_full([1], input.numel())])
@@ -57,7 +68,10 @@ def embedding_bag(
     begun = offsets.new_zeros([input.numel() + 1]).scatter_add(0, offsets, torch.ones_like(offsets))
     bag = begun.cumsum(0)[:-1] - 1
     made = rows.new_zeros([offsets.numel(), rows.shape[1]]).index_add(0, bag, rows)[:-1]
-    return made if mode == "sum" else made / offsets.diff().clamp(min=1).unsqueeze(1).to(made.dtype)
+    if mode == "sum":
+        return made
+    count = offsets.diff() if kept is None else torch.zeros_like(offsets).index_add(0, bag, kept.long())[:-1]
+    return made / count.clamp(min=1).unsqueeze(1).to(made.dtype)
 
 
 def embedding(
