@@ -583,6 +583,34 @@ def test_a_checkpoint_of_an_update_that_is_computed_in_another_way_is_gone_on_fr
     torch.testing.assert_close(model.state_dict(), other.state_dict())
 
 
+class Delayed(torch.optim.Optimizer):
+    """Its first step sets state and leaves the parameters alone, as that of ADOPT does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["before"] = parameter.grad.clone()
+                    continue
+                parameter.sub_(state["before"], alpha=group["lr"])
+                state["before"].lerp_(parameter.grad, 0.1)
+
+
+def test_a_first_step_that_differs_in_its_state_alone_is_taken_in_torch():
+    model, batch = nn.Linear(2, 1), (torch.randn(3, 2), torch.randn(3, 1))
+    optimizer = Delayed(model.parameters())
+    with pytest.raises(ConversionError, match=r"Delayed differs from all others .*: take one step in torch"):
+        export_training_step(model, batch, mse, optimizer, check=False)
+    mse(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+    export_training_step(model, batch, mse, optimizer)
+
+
 @pytest.mark.slow
 def test_an_optimizer_that_computes_its_own_rate():
     """As by default in transformers."""
