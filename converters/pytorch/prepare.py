@@ -222,10 +222,12 @@ def _check_kernels(proto: onnx.ModelProto) -> None:
     narrow = {v.name for v in proto.graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16}
     first = next((node for node in proto.graph.node if narrow.intersection(node.output)), None)
     if first is not None:
-        label = entries(first).get("module") or first.name
+        own = entries(first)
+        of_optimizer = own.get("phase") == "optimizer"
         raise ConversionError(
-            "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: leave torch.autocast out, or call "
-            "model.float(); for a GPU, call export_training_step and rewrite the step with {}",
-            label,
+            "{} computes in bfloat16, for which ONNX Runtime's CPU has few kernels: {}; for a GPU, call "
+            "export_training_step and rewrite the step with {}",
+            "the optimizer" if of_optimizer else own.get("module") or first.name,
+            "let it keep its state in float32" if of_optimizer else "leave torch.autocast out, or call model.float()",
             Setting("provider", "cuda"),
         )

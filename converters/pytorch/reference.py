@@ -24,7 +24,7 @@ from .private_torch import TorchDispatchMode, pytree
 from .recipe import AVERAGE, COUNT, GROWTH, SCALE, SUM, Recipe
 from .rules.composites import Composites
 from .step import StepParts
-from .step_numbers import WithoutBfloat16
+from .step_numbers import without_bfloat16
 from .trace import eager_kernels
 
 
@@ -201,7 +201,7 @@ def _stepped(
     for group in twin.param_groups:
         group.update({key: rates[id(value)] for key, value in group.items() if id(value) in rates})
     if finite:
-        with WithoutBfloat16():
+        with without_bfloat16(step.state.get(name, {}) for name in own):
             updates.step(twin)
     made: dict[str, np.ndarray] = {}
     for name in own:

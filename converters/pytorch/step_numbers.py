@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def numbers_stay_tensors(
     usable = {n: v for n, v in stand_ins.items() if before.get(n, math) is math}  # keeps the user's own functions
     space.update(usable)
     try:
-        with WithoutBfloat16(), _Scalars(type(optimizer).__qualname__, settings, stored):
+        with without_bfloat16(optimizer.state.values()), _Scalars(type(optimizer).__qualname__, settings, stored):
             yield
     finally:
         for name in usable:
@@ -71,7 +71,14 @@ class _Math:
         return function
 
 
-class WithoutBfloat16(TorchFunctionMode):
+def without_bfloat16(state: Iterable[Mapping[str, Any]]) -> AbstractContextManager[Any]:
+    """Return a context in which an optimizer's step uses float32 for bfloat16, unless it keeps state in bfloat16."""
+    pieces = [value for slots in state for value in slots.values()]
+    keeps = any(isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 for value in pieces)
+    return nullcontext() if keeps else _WithoutBfloat16()
+
+
+class _WithoutBfloat16(TorchFunctionMode):
     """Replace bfloat16 that a step uses for speed (Muon) by float32, since few CPU kernels support it."""
 
     def __torch_function__(

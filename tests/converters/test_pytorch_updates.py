@@ -212,6 +212,32 @@ def test_a_step_that_decides_by_a_value_is_refused():
         export_training_step(model := net(), batches(1)[0], mse, Looking(model.parameters(), 0.1))
 
 
+class Halved(torch.optim.Optimizer):
+    """Its momentum is in bfloat16, as by default in timm's AdafactorBigVision."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["momentum"].lerp_(p.grad.to(torch.bfloat16), 0.1)
+                p.sub_(state["momentum"].to(p.dtype), alpha=group["lr"])
+
+
+def test_state_in_bfloat16_is_computed_in_bfloat16():
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+    made = export_training_step(model, batch, mse, Halved(model.parameters()))
+    kinds = {value.name: value.type.tensor_type.elem_type for value in made.graph.output}
+    assert kinds["new.state.weight.momentum"] == onnx.TensorProto.BFLOAT16
+    with pytest.raises(ConversionError, match=r"the optimizer computes in bfloat16.* its state in float32"):
+        budgeted(model, mse, Halved(model.parameters()), batch, check=False)
+
+
 def test_outputs_without_an_optimizer_are_clipped():
     model, (x, y) = net(), batches(1)[0]
     step = export_training_step(model, (x, y), mse, clip_norm=0.5, clip_value=0.1)
