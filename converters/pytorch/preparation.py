@@ -111,7 +111,8 @@ class Prepared:
     settings : mapping of str to SettingPlace
         Settings of the optimizers that are inputs, by input name.
     started : mapping of str to mapping of str to torch.Tensor
-        State of the optimizers before the first step, by parameter and slot, of parameters without state.
+        State of the optimizers before the first step, by parameter and slot, of parameters with a gradient
+        and without state.
     own : mapping of str to torch.Tensor
         Initial values of the state that is in neither the module nor an optimizer, by input name.
     outside : mapping of str to Outside or Place

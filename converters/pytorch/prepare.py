@@ -94,8 +94,8 @@ def _prepared(request: Request, measured: Measurement | Known | None, apart: boo
                 comparison.answer()
         export_cache.keep(key, exported)
     return Prepared(
-        tuple(step.trainable), _settings(twins), _started(step, request.users, parameters), _own(exported.step, step),
-        graph.outside, report=b"" if report is None else pickle.dumps(report),
+        tuple(step.trainable), _settings(twins), _started(step, graph, request.users, parameters),
+        _own(exported.step, step), graph.outside, report=b"" if report is None else pickle.dumps(report),
         summary="" if report is None else shares.summary("PyTorch", exported.torch_bytes, report),
         outputs=request.outputs, torch_bytes=exported.torch_bytes, limit=0 if report is None else report.budget,
         conditions=graph.conditions,
@@ -185,14 +185,18 @@ def _settings(twins: tuple[torch.optim.Optimizer, ...]) -> dict[str, SettingPlac
 
 
 def _started(
-    step: StepParts, users: tuple[torch.optim.Optimizer, ...], parameters: Mapping[str, torch.Tensor]
+    step: StepParts,
+    graph: Trace,
+    users: tuple[torch.optim.Optimizer, ...],
+    parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the initial state of parameters without state."""
+    """Return the initial state of parameters without state; as in torch, those without a gradient get none."""
+    outputs = set(graph.outputs)
     known = {name for user in users for name, parameter in parameters.items() if user.state.get(parameter)}
     return {
         name: {slot: _small(value) for slot, value in pieces.items()}
         for name, pieces in step.state.items()
-        if name not in known
+        if name not in known and any(names.new(names.state(name, slot)) in outputs for slot in pieces)
     }
 
 

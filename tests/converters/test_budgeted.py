@@ -694,6 +694,26 @@ def test_threads_take_their_steps_one_after_the_other():
     assert float(step(batch)) < min(losses)
 
 
+@pytest.mark.parametrize("kind", few([torch.optim.Adam, torch.optim.SGD], [torch.optim.Adam]))
+def test_parameters_without_a_gradient_have_no_state(kind):
+    class Partly(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 2)
+            self.unread = nn.Linear(3, 3)
+
+    ours = Partly()
+    theirs = copy.deepcopy(ours)
+    mine, other = kind(ours.parameters()), kind(theirs.parameters())
+    batch = torch.randn(8, 6), torch.randn(8, 2)
+    step = budgeted(ours, nn.functional.mse_loss, mine, batch, check=False)
+    for _ in range(2):
+        step(batch)
+        nn.functional.mse_loss(theirs(batch[0]), batch[1]).backward()
+        other.step()
+        other.zero_grad()
+    torch.testing.assert_close(mine.state_dict(), other.state_dict())
+
+
 def test_a_step_that_was_made_in_eval_mode_says_so_in_train_mode():
     model, optimizer = changing()
     model.eval()
