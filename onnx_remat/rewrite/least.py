@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from onnx_remat.errors import BudgetInfeasibleError
 from onnx_remat.messages import Message, Setting
 from onnx_remat.plan.request import Deadline
-from onnx_remat.rewrite.fit import Fitted
 from onnx_remat.rewrite.original import Job, Original
+from onnx_remat.rewrite.plan_files import Fitted
 from onnx_remat.rewrite.plans import TooLittleTime, untried
 from onnx_remat.units import Budget
 

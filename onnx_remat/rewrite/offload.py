@@ -23,7 +23,8 @@ from onnx_remat.ort.moves import Link, adjoined, carried, movable, moved, split,
 from onnx_remat.ort.renewed import with_donations
 from onnx_remat.plan.request import Deadline
 from onnx_remat.rewrite.accounting import Goal, LoopMemory
-from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_as_it_is, for_budget
+from onnx_remat.rewrite.fit import fit, fit_as_it_is
+from onnx_remat.rewrite.plan_files import Fitted, Work, for_budget
 from onnx_remat.rewrite.plans import TooLittleTime, make_plan
 from onnx_remat.session import prediction
 from onnx_remat.session.copies import Stated
@@ -45,14 +46,14 @@ _START_HEADROOM = 1.02  # on the lowest budget found, for the plan to start from
 _LOOK = 0.25  # of the effort for that plan
 
 
-def fit_once_with_moves(goal: Goal, work: Work, seconds_per_file: float) -> tuple[int, Fitted]:
+def fit_once_with_moves(goal: Goal, work: Work) -> tuple[int, Fitted]:
     """Return a file that keeps the budget, and the bytes that it takes, as `fit.fit_once` counts them."""
-    made = fit_with_moves(goal, work, seconds_per_file)
+    made = fit_with_moves(goal, work)
     assert isinstance(goal.memory, LoopMemory) and made.footprint, "offload is a loop's, see Options"
     return goal.memory.counted(made.footprint), made
 
 
-def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitted | None = None) -> Fitted:
+def fit_with_moves(goal: Goal, work: Work, rival: Fitted | None = None) -> Fitted:
     """Run `fit.fit` with and without moves to the host; return the plan with the least extra compute.
 
     A `rival` that keeps the budget is returned unless there is a better one.
@@ -62,25 +63,25 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
     BudgetInfeasibleError
         Neither kind was found.
     """
-    options, deadline = work.options, work.deadline
+    options = work.options
     memory, link = goal.memory, replace(options.link(), waited=_HOPED if options.fuse else 1.0)
     assert isinstance(memory, LoopMemory), "offload is a loop's, see Options"
     if not options.offload:
-        return _with_state_alone(goal, work, seconds_per_file, rival)
+        return _with_state_alone(goal, work, rival)
     compiled = memory.compiled
     best: Fitted | None = None
     refusal: BudgetInfeasibleError | None = None
     try:
-        best = fit(goal, replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE)), seconds_per_file)
+        best = fit(goal, replace(work, deadline=work.clock(_SHARE)))
         best = _overlapped(best, goal)
         start = best.plan.compiled, best.plan.schedule
     except BudgetInfeasibleError as error:
         refusal = error
-        start = compiled, _lowest(goal, error, options, deadline.sooner(seconds_per_file, _SHARE))
+        start = compiled, _lowest(goal, error, options, work.clock(_SHARE))
     before: tuple[set[str], Link, int] | None = None
     allowed = goal.allowed
     for turn in range(_ROUNDS):
-        if turn and deadline.ends_within(seconds_per_file):
+        if turn and work.ends_soon():
             break
         names = set(worth_moving(*start, link, at_any_price=best is None))
         if turn and best is None:  # nothing less will do
@@ -91,9 +92,9 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
         larger = with_donations(split(compiled, names, link))
         known = carried(start[1].order, start[0], larger)
         its = replace(goal, allowed=allowed, memory=memory.with_moves(larger))
-        rest = replace(work, deadline=deadline.sooner(seconds_per_file, _SHARE))
+        rest = replace(work, deadline=work.clock(_SHARE))
         try:
-            found = for_budget(fit(its, rest, seconds_per_file, (known,)), goal.allowed)
+            found = for_budget(fit(its, rest, (known,)), goal.allowed)
         except BudgetInfeasibleError as error:
             if best is not None:
                 if allowed == goal.allowed:
@@ -129,15 +130,15 @@ def fit_with_moves(goal: Goal, work: Work, seconds_per_file: float, rival: Fitte
     return min(found_or_given, key=Fitted.preference)
 
 
-def fit_unplanned(goal: Goal, work: Work, seconds_per_file: float) -> Fitted:
+def fit_unplanned(goal: Goal, work: Work) -> Fitted:
     """Return the file of the model as it is, but with its state on the host, whatever it takes."""
-    return _overlapped(fit_as_it_is(goal, work, seconds_per_file), goal)
+    return _overlapped(fit_as_it_is(goal, work), goal)
 
 
-def _with_state_alone(goal: Goal, work: Work, seconds_per_file: float, rival: Fitted | None) -> Fitted:
+def _with_state_alone(goal: Goal, work: Work, rival: Fitted | None) -> Fitted:
     """As `fit_with_moves`, where no value is moved but state."""
     try:
-        best = _overlapped(fit(goal, work, seconds_per_file), goal)
+        best = _overlapped(fit(goal, work), goal)
     except BudgetInfeasibleError:
         if rival is None:
             raise

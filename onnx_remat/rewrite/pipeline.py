@@ -32,11 +32,12 @@ from onnx_remat.plan.request import Deadline
 from onnx_remat.process import worker
 from onnx_remat.rewrite.accounting import Accounting, Goal, LoopMemory
 from onnx_remat.rewrite.first_use import PLANNER, REPORTER, FirstUse, first_use
-from onnx_remat.rewrite.fit import Fitted, Work, fit, fit_once, for_budget, metadata_of
+from onnx_remat.rewrite.fit import fit, fit_once
 from onnx_remat.rewrite.least import Trial, least_budget
 from onnx_remat.rewrite.notes import MOVES, on_device, rewritten_before, rounding, unseen, warnings
 from onnx_remat.rewrite.offload import fit_once_with_moves, fit_unplanned, fit_with_moves
 from onnx_remat.rewrite.original import Job, Original, begin, footprint_of
+from onnx_remat.rewrite.plan_files import Fitted, Work, for_budget, metadata_of
 from onnx_remat.rewrite.plans import Plan, Refusal, TooLittleTime, as_it_is, make_plan
 from onnx_remat.rewrite.report import Report
 from onnx_remat.session.prediction import Footprint
@@ -217,7 +218,9 @@ def _too_slow(original: Original, slower: float, extra: float, report: Report) -
 
 def _work(job: Job) -> Work:
     original = job.original
-    return Work(original.executed, original.folder, original.options, job.clock.stage, job.deadline)
+    return Work(
+        original.executed, original.folder, original.options, job.clock.stage, job.deadline, original.seconds_per_file
+    )
 
 
 def _tried(job: Job, warmup: FirstUse) -> Trial:
@@ -225,7 +228,7 @@ def _tried(job: Job, warmup: FirstUse) -> Trial:
     original = job.original
     job.wait_for(warmup, PLANNER)
     look = fit_once_with_moves if job.goal.memory.may_copy else fit_once
-    nbytes, made = look(job.goal, _work(job), original.seconds_per_file)
+    nbytes, made = look(job.goal, _work(job))
     before, after = original.footprint, made.footprint  # a plain session runs none of the kernels that these count
     slower = after.slower_than(before) if before and after else None
     return Trial(nbytes, made.plan.extra_compute if slower is None else slower, made)
@@ -244,13 +247,13 @@ def _rewrite(
 
     def within(goal: Goal, rival: Fitted | None = None) -> Fitted:
         if memory.may_copy:
-            return fit_with_moves(goal, work, original.seconds_per_file, rival)
-        return fit(goal, work, original.seconds_per_file, rival=rival)
+            return fit_with_moves(goal, work, rival)
+        return fit(goal, work, rival=rival)
 
     try:
         fitted = within(job.goal, rival)
     except Refusal as refusal:
-        plain = fit_unplanned(job.goal, work, original.seconds_per_file) if options.offload_state else None
+        plain = fit_unplanned(job.goal, work) if options.offload_state else None
         taken = plain.footprint.total if plain and plain.footprint else memory.covered
         if plain is None or taken > job.goal.allowed:
             budget = _to_ask_for(refusal, job, within) if advise else refusal.candidate

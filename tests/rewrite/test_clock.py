@@ -169,7 +169,7 @@ def test_no_plan_is_begun_after_the_limit(monkeypatch, clock):
 
     monkeypatch.setattr(fit, "make_plan", slow)
     missed = SimpleNamespace(footprint=None, preference=lambda: (0.0, 0.0))
-    monkeypatch.setattr(fit, "_written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, missed))
+    monkeypatch.setattr(fit, "written_and_simulated", lambda plan, goal, *_: (goal.allowed + 1, missed))
     with pytest.raises(onnx_remat.BudgetInfeasibleError, match="no file found"):
         onnx_remat.rewrite_model(model, "90%", time_limit=2.5, fuse=False)
     assert made == [100.0, 101.0, 102.0]

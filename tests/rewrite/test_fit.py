@@ -22,14 +22,14 @@ RESIDUAL = onnx.load(next(path for path in SAMPLES if path.stem == "residual_cnn
 @pytest.mark.slow
 def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
     """Below the first target each file exceeds the budget by more, for bookkeeping of recomputed nodes."""
-    tried, as_file = [], fit._written_and_simulated
+    tried, as_file = [], fit.written_and_simulated
 
     def taken(plan, goal, target, *rest):
         tried.append(target)
         _, made = as_file(plan, goal, target, *rest)
         return goal.allowed + (1000 + tried[0] - target if target <= tried[0] else -1), made
 
-    monkeypatch.setattr(fit, "_written_and_simulated", taken)
+    monkeypatch.setattr(fit, "written_and_simulated", taken)
     onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
     assert tried[2] < tried[1] < tried[0] < tried[3]
 
@@ -37,7 +37,7 @@ def test_a_tighter_plan_with_a_larger_file_sends_the_search_up(monkeypatch):
 @pytest.mark.slow
 def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(monkeypatch):
     """The file of the first plan is a little too large, and half of the effort finds no other."""
-    efforts, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
+    efforts, make_plan, as_file = [], fit.make_plan, fit.written_and_simulated
 
     def planned(goal, target, options, *rest):
         efforts.append(options.work_seconds())
@@ -50,7 +50,7 @@ def test_a_tighter_plan_that_is_not_found_is_searched_for_with_the_whole_effort(
         return (goal.allowed + 1000 if len(efforts) == 1 else worst), made
 
     monkeypatch.setattr(fit, "make_plan", planned)
-    monkeypatch.setattr(fit, "_written_and_simulated", taken)
+    monkeypatch.setattr(fit, "written_and_simulated", taken)
     model = chain(16, 1024, 64)
     assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
     assert efforts[1] < efforts[0] == efforts[2]
@@ -62,7 +62,7 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
 
     What follows starts from no plan before, as those recompute too much.
     """
-    tried, make_plan, as_file = [], fit.make_plan, fit._written_and_simulated
+    tried, make_plan, as_file = [], fit.make_plan, fit.written_and_simulated
 
     def planned(goal, target, options, deadline, starts, *looks):
         tried.append((target, starts))
@@ -78,7 +78,7 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
         return int(1.02 * goal.allowed), replace(made, footprint=books)
 
     monkeypatch.setattr(fit, "make_plan", planned)
-    monkeypatch.setattr(fit, "_written_and_simulated", taken)
+    monkeypatch.setattr(fit, "written_and_simulated", taken)
     model = chain(16, 1024, 64)
     assert " kept" in onnx_remat.rewrite_model(model, "80%", effort=0.5, verify="none").report.verdict()
     (first, _), (tighter, starts), (above, fresh), *_ = tried
@@ -89,14 +89,14 @@ def test_bookkeeping_of_recomputed_nodes_sends_the_search_up_at_once(monkeypatch
 @pytest.fixture(scope="module")
 def with_corrections():
     """A report of `RESIDUAL`, and what its search corrected."""
-    seen, corrected = [], fit._corrected
+    seen, corrected = [], fit._Fitting._corrected
 
-    def noted(best, base, goal, *rest):
-        seen.append((base, goal))
-        return corrected(best, base, goal, *rest)
+    def noted(fitting, best, base, known):
+        seen.append((base, fitting.goal))
+        return corrected(fitting, best, base, known)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "_corrected", noted)
+        patch.setattr(fit._Fitting, "_corrected", noted)
         return onnx_remat.rewrite_model(RESIDUAL, "65%", effort=0.3, verify="none").report, seen
 
 
@@ -132,11 +132,11 @@ def test_what_a_first_look_finds_is_improved(monkeypatch):
     """Its plans are made to be low, whatever they recompute."""
     looks = []
 
-    def refused(goal, work, *_):
-        looks.extend(plans.first_look(goal, work.options, work.deadline))
+    def refused(fitting, _):
+        looks.extend(plans.first_look(fitting.goal, fitting.work.options, fitting.work.deadline))
         raise plans.Refusal("no file", 0, None, "", 0, 0, tuple(looks))
 
-    monkeypatch.setattr(fit, "_attempts", refused)
+    monkeypatch.setattr(fit._Fitting, "attempts", refused)
     report = onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none").report
     assert " kept" in report.verdict()
     assert report.extra_compute < looks[0].extra_compute
@@ -176,19 +176,19 @@ def test_every_plan_of_a_first_look_is_tried(monkeypatch):
 
 def test_every_file_of_a_first_look_is_tried(monkeypatch):
     """The plan of the lowest peak has a file that takes too much here; the file of the next keeps the budget."""
-    as_file, looks = fit._written_and_simulated, []
+    as_file, looks = fit.written_and_simulated, []
 
-    def refused(goal, work, *_):
-        looks.extend(plans.first_look(goal, work.options, work.deadline))
-        looks.append(replace(looks[0], schedule=plans.as_it_is(goal).schedule, extra_compute=0.0))
+    def refused(fitting, _):
+        looks.extend(plans.first_look(fitting.goal, fitting.work.options, fitting.work.deadline))
+        looks.append(replace(looks[0], schedule=plans.as_it_is(fitting.goal).schedule, extra_compute=0.0))
         raise plans.Refusal("no file", 0, None, "", 0, 0, tuple(looks))
 
     def taken(plan, goal, *rest):
         _, made = as_file(plan, goal, *rest)
         return (goal.allowed - 1 if plan is looks[-1] else 2 * goal.allowed), made
 
-    monkeypatch.setattr(fit, "_attempts", refused)
-    monkeypatch.setattr(fit, "_written_and_simulated", taken)
-    monkeypatch.setattr(fit, "_can_correct", lambda *_: False)
+    monkeypatch.setattr(fit._Fitting, "attempts", refused)
+    monkeypatch.setattr(fit, "written_and_simulated", taken)
+    monkeypatch.setattr(fit._Fitting, "can_correct", lambda *_: False)
     result = onnx_remat.rewrite_model(chain(16, 1024, 64), "80%", effort=0.5, verify="none")
     assert len(looks) > 1 and result.report.extra_compute == 0

@@ -23,7 +23,7 @@ from onnx_remat.ort.kernels import costs
 from onnx_remat.ort.prepare import prepare
 from onnx_remat.ort.renewed import with_donations, with_slab_donations
 from onnx_remat.rewrite.accounting import LoopMemory
-from onnx_remat.rewrite.fit import Fitted
+from onnx_remat.rewrite.plan_files import Fitted
 from onnx_remat.rewrite.relaxed import fused_cost, outside_kernels
 from onnx_remat.session import fusing
 from onnx_remat.session.prediction import Footprint, predict
