@@ -13,10 +13,22 @@ from onnx_remat.errors import ConversionError, UsageError, did_you_mean
 from ..constants import static
 
 _MASK = -1e4  # an initializer with a value at or below this is a mask, not a weight
-_CONTROLS = {
-    "Resize": (1, 2), "Upsample": (1,), "Clip": (1, 2), "Dropout": (1, 2), "BatchNormalization": (3, 4),
-    "OneHot": (1, 2), "Range": (0, 1, 2),
+_SETTINGS = {
+    "BatchNormalization": (3, 4), "Clip": (1, 2), "DequantizeLinear": (0, 1, 2), "Dropout": (1, 2), "GRU": (5,),
+    "GridSample": (1,), "LSTM": (5, 6), "MaxRoiPool": (1,), "NegativeLogLikelihoodLoss": (2,), "OneHot": (1, 2),
+    "Pad": (2,), "QLinearConv": (1, 4, 6), "QLinearMatMul": (1, 4, 6), "QuantizeLinear": (1, 2), "RNN": (5,),
+    "Range": (0, 1, 2), "Resize": (1, 2), "RoiAlign": (1,), "RotaryEmbedding": (1, 2), "STFT": (2,),
+    "SoftmaxCrossEntropyLoss": (2,), "Upsample": (1,),
 }  # fmt: skip
+"""Inputs by op that are not weights: limits, statistics, scales, tables, windows, boxes, class weights, states."""
+_MOVES = frozenset(
+    {
+        "Cast", "CastLike", "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze",
+        "Tile", "Transpose", "Unsqueeze",
+    }
+)  # fmt: skip
+SETTING = "onnx_remat.setting"
+"""Key in `meta` of a value that only ops which `load` replaces by their definitions read, as a setting."""
 _ARITHMETIC = ("Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Equal", "Greater", "Less", "Mod")
 
 
@@ -32,9 +44,10 @@ def select(graph: ir.Graph, wrt: Sequence[str] | None, frozen: Sequence[str]) ->
     """Return the parameters: values whose names match `wrt`, or by default all that look like weights.
 
     Those are all floating-point initializers except running statistics, masks (with values of -10000 and below, or not
-    finite), scalars, one-element vectors that ops other than layers read, and settings such as the limits of Clip. A
-    ConstantOfShape of a value other than 0 and 1 counts as an initializer, because files without data store weights in
-    this form.
+    finite; or factors of zeros and ones), scalars, one-element vectors that ops other than layers read, and settings:
+    the limits of Clip, scales of quantization, class weights, the tables of RotaryEmbedding, first states of recurrent
+    layers and the like (`_SETTINGS`). A ConstantOfShape of a value other than 0 and 1 counts as an initializer, because
+    files without data store weights in this form.
 
     Raises
     ------
@@ -80,9 +93,9 @@ def _is_weight(value: ir.Value) -> bool:
     node = value.producer()
     if node is not None and node.op_type != "ConstantOfShape":
         return False
-    uses = value.uses()
-    if all(use.idx in _CONTROLS.get(use.node.op_type, ()) for use in uses):
+    if SETTING in value.meta or is_setting(value):
         return False
+    uses = value.uses()
     known = value.const_value.numpy() if value.const_value is not None else filled(value)
     if known is None or known.dtype.kind not in "fV" or not known.ndim:  # V: bfloat16 and similar types
         return False
@@ -91,7 +104,18 @@ def _is_weight(value: ir.Value) -> bool:
     if known.size == 1:
         return any(use.node.op_type not in _ARITHMETIC for use in uses)
     array = known.astype(np.float32, copy=False)
+    if all(use.node.op_type == "Mul" for use in uses) and set(np.unique(array)) == {0, 1}:
+        return False
     return bool(np.isfinite(array).all()) and float(array.min(initial=0)) > _MASK
+
+
+def is_setting(value: ir.Value) -> bool:
+    """Return whether ops read a value as a setting alone, as it is or moved."""
+    return all(
+        use.idx in _SETTINGS.get(use.node.op_type, ())
+        or (use.node.op_type in _MOVES and all(is_setting(v) and not v.is_graph_output() for v in use.node.outputs))
+        for use in value.uses()
+    )
 
 
 def promote(graph: ir.Graph, value: ir.Value) -> tuple[ir.Value, np.ndarray | None]:

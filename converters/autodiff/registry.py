@@ -130,7 +130,7 @@ class RuleInput:
         value: int = self.attribute(name)
         return value % (len(self.shape()) if rank is None else rank)
 
-    def refuse(self, why: str) -> NoReturn:
+    def refuse(self, why: str | Message) -> NoReturn:
         raise ConversionError("no gradient for {} node {!r}: {}", self.node.op_type, self.node.name, why)
 
 
@@ -233,7 +233,8 @@ def _through(
     made = []
     for slot in (slot for slot, wants in enumerate(wanted) if wants):
         if slot not in grads:
-            step.refuse(f"its input {slot} depends on a parameter, and the rule does not differentiate by it")
+            why = "its input {} ({!r}) depends on a parameter, and the rule has no gradient by it: freeze it with {}"
+            step.refuse(Message(why, slot, step.x(slot).name, Setting("frozen")))
         gradient = grads[slot]()
         if gradient is not None:
             made.append((slot, gradient))

@@ -21,6 +21,7 @@ from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.opsets import one_name_for_the_standard, opset_of
 from onnx_remat.messages import first_line
 
+from .parameters import SETTING, initial_values, is_setting
 from .registry import NO_GRADIENT
 from .rules import RULES
 
@@ -54,7 +55,11 @@ def load(source: Source) -> ir.Model:
         _check(proto)
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
+        settings = [name for name, value in initial_values(ir.from_proto(proto).graph) if is_setting(value)]
         model = ir.from_proto(_expanded(proto))
+        for name, value in initial_values(model.graph):
+            if name in settings:  # of an op that is replaced by its definition, too
+                value.meta[SETTING] = True
         if standard < _STATES_COORDINATES:
             _state_coordinates(model.graph, standard)
     except OnnxRematError:

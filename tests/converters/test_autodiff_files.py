@@ -420,3 +420,43 @@ def test_only_small_integers_are_taken_for_ends_of_slices() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * table.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "body", "settings"),
+    [
+        ("2, 3, 5, 4", "y = RotaryEmbedding(h, a, b, p)", {"a": normal(8, 2), "b": normal(8, 2)}),
+        ("2, 3, 5, 4", "c = Gather(a, p) s = Gather(b, p) y = RotaryEmbedding(h, c, s)",
+         {"a": normal(8, 2), "b": normal(8, 2)}),
+        ("2, 3, 5", "y = SoftmaxCrossEntropyLoss(h, p, a)", {"a": np.array([1, 2, 3], np.float32)}),
+        ("2, 3, 5", "l = LogSoftmax <axis = 1> (h) y = NegativeLogLikelihoodLoss(l, p, a)",
+         {"a": np.array([1, 2, 3], np.float32)}),
+        ("5, 4", "q = QuantizeLinear(x, a) d = DequantizeLinear(q, a) y = Mul(d, h)", {"a": normal(1)}),
+        ("5, 4", "d = DequantizeLinear <axis = 0> (b, a) y = MatMul(h, d)",
+         {"a": normal(4), "b": np.eye(4, dtype=np.int8)}),
+        ("5, 4", "y = Mul(h, a)", {"a": np.tril(np.ones((5, 4), np.float32))}),
+        ("3, 4, 2, 2", "g = GridSample(x, a) y = Mul(g, w)", {"a": normal(3, 2, 2, 2)}),
+        ("5, 2, 4", "y, last = GRU <hidden_size = 4> (h, b, c, , , a)",
+         {"a": normal(1, 2, 4), "b": normal(1, 12, 4), "c": normal(1, 12, 4)}),
+    ],
+    ids=["tables", "gathered tables", "class weights", "class weights of logs", "scale", "quantized weights", "mask",
+         "grid", "first state"],
+)  # fmt: skip
+def test_settings_of_ops_are_no_parameters(shape: str, body: str, settings: dict[str, np.ndarray]) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 23]>
+        forward (float[{shape}] x, int64[2, 5] p) => (float loss)
+        {{ h = Mul(x, w) {body} loss = ReduceMean <keepdims = 0> (y) }}""")
+    weights = {"w": normal(*map(int, shape.split(",")))} | settings
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    made = [value.name for value in add_backward(model).graph.output]
+    assert "grad.w" in made
+    assert "grad.a" not in made
+
+
+def test_a_setting_among_the_parameters_is_named() -> None:
+    nodes = [node("Mul", ["x", "w"], ["h"]), node("SoftmaxCrossEntropyLoss", ["h", "t", "share"], ["y"])]
+    model = file(nodes, {"x": [2, 3]}, {"w": normal(2, 3), "share": normal(3), "t": np.array([0, 2])})
+    with pytest.raises(
+        ConversionError, match=r"input 2 \('share'\) depends on a parameter, .*: freeze it with frozen="
+    ):
+        add_backward(model, wrt=["w", "share"])
