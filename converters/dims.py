@@ -22,11 +22,22 @@ def dims(value: ir.Value) -> Dims:
         The rank is unknown.
     """
     if value.shape is None:
+        value = _origin(value)
         node = value.producer()
         made = f"made by {node.op_type} node {node.name!r}" if node else "a graph input"
-        fix = "the shape of {!r} ({}) is unknown: fix the symbolic sizes with {}"
+        fix = "the shape of {!r} ({}) is unknown: fix the symbolic sizes with {}, or add value_info for it"
         raise ConversionError(fix, value.name, made, Setting("dims"))
     return tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+
+
+def _origin(value: ir.Value) -> ir.Value:
+    """Return the value of unknown rank from which that of this one follows: every input of its node has a shape."""
+    while (node := value.producer()) is not None:
+        before = next((v for v in node.inputs if v is not None and v.shape is None), None)
+        if before is None:
+            break
+        value = before
+    return value
 
 
 def sizes(value: ir.Value | None) -> Dims | None:

@@ -647,6 +647,21 @@ def test_a_sequence_of_nothing_is_refused_by_its_reader() -> None:
         add_backward(forward, "mse", wrt=["x"])
 
 
+def test_the_node_is_named_whose_shape_is_unknown() -> None:
+    forward = model("y = Mul(s, s)", weights((4, 3)))
+    body = onnx.parser.parse_graph("turn (int64 i, bool on, float[4, 3] a) => (bool more, float[4, 3] b)"
+                                   "{ more = Identity(on) b = Tanh(a) }")  # fmt: skip
+    loop = onnx.helper.make_node("Loop", ["n", "", "h"], ["s"], "turns", body=body)
+    start = onnx.helper.make_node("Mul", ["x", "w0"], ["h"])
+    forward.graph.node.insert(0, loop)
+    forward.graph.node.insert(0, start)
+    forward.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(3), "n"))
+    with pytest.raises(
+        ConversionError, match=r"shape of 's' \(made by Loop node 'turns'\) is unknown: .* add value_info"
+    ):
+        add_backward(forward, "mse")
+
+
 def test_dropouts_behind_frozen_layers_drop():
     forward = model("h = MatMul(x, w0)\nr = Tanh(h)\nd = Dropout(r, ratio)\ny = MatMul(d, w1)",
                     weights((3, 64), (64, 4)) | {"ratio": np.float32(0.5)})  # fmt: skip
