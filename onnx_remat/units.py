@@ -201,15 +201,16 @@ def parse_dims(items: list[str] | tuple[str, ...]) -> dict[str, int]:
 
 
 def parse_pairs(items: list[str] | tuple[str, ...]) -> dict[str, str]:
-    """Parse the output of each input from ``IN=OUT`` texts.
+    """Parse the output of each input from ``IN=OUT`` texts; names with ``=`` in them have equally many.
 
-    >>> parse_pairs(["w=w_next", "m=m_next"])
-    {'w': 'w_next', 'm': 'm_next'}
+    >>> parse_pairs(["w=w_next", "layer=0/w=layer=0/w_next"])
+    {'w': 'w_next', 'layer=0/w': 'layer=0/w_next'}
     """
     pairs: dict[str, str] = {}
     for item in items:
-        name, equals, output = item.partition("=")
-        if not equals or not name or not output:
+        parts = item.split("=")
+        name, output = ("=".join(half) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
+        if not name or not output:
             raise UsageError(f"state {item!r} is not IN=OUT with the names of an input and an output, e.g. w=w_next")
         if pairs.get(name, output) != output:
             raise UsageError(f"state {name!r} is named twice, with outputs {pairs[name]!r} and {output!r}")

@@ -13,6 +13,7 @@ from onnx_remat.app.cli import main
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir.model_io import load
 from onnx_remat.ir.state import rename, with_state
+from onnx_remat.units import parse_pairs
 from tests.support.graphs import feeds_for, mlp, run_model
 
 pytest.importorskip("onnxruntime")
@@ -123,3 +124,10 @@ def test_an_output_without_a_shape_may_be_state():
     model.graph.output[1].type.tensor_type.ClearField("shape")
     named = with_state(load(model), {"w": "next"}).model
     assert [value.name for value in named.graph.output] == ["loss", "new.w"]
+
+
+def test_names_of_a_pair_may_contain_its_sign():
+    assert parse_pairs(["layer=0/w=layer=0/w_next", "w=w_next"]) == {"layer=0/w": "layer=0/w_next", "w": "w_next"}
+    for text in ("w", "w=", "=w", "="):
+        with pytest.raises(UsageError, match="is not IN=OUT"):
+            parse_pairs([text])
