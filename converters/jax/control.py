@@ -139,28 +139,47 @@ def _directions(name: str, direction: int, count: int) -> dict[str, list[int]]:
 
 @lowering("while")
 def while_loop(low: Lowering, eqn: core.JaxprEqn, *operands: Tensor) -> list[Tensor]:
-    """Append a Loop, with the condition before it and at the end of its body."""
+    """Append a Loop, with the condition before it and at the end of its body.
+
+    Under `vmap` the condition has a batch: the loop goes on while any entry does, and the others keep their state.
+    """
     params = eqn.params
     n_cond, n_body = int(params["cond_nconsts"]), int(params["body_nconsts"])
     cond_consts, body_consts = operands[:n_cond], operands[n_cond : n_cond + n_body]
     states = [low.full(x) for x in operands[n_cond + n_body :]]
 
-    def goes_on(where: Lowering, state: Sequence[Array]) -> ir.Value:
+    def condition(where: Lowering, state: Sequence[Array]) -> Tensor:
         (answer,) = where.run_closed(params["cond_jaxpr"], [*cond_consts, *state])
-        return where.full(where.tensor(answer))
+        return where.tensor(answer)
+
+    def goes_on(where: Lowering, state: Sequence[Array]) -> ir.Value:
+        answer = condition(where, state)
+        if not answer.axes:
+            return where.full(answer.relabelled((), ()))
+        return where.op("ReduceMax", answer.value, where.ints(range(len(answer.axes))), shape=(), keepdims=0)
 
     with low.body("loop_body") as body:
         counter = ir.Value(name=body.emit.fresh("step"), shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
         running = ir.Value(name=body.emit.fresh("running"), shape=ir.Shape([]), type=ir.TensorType(ir.DataType.BOOL))
         inputs = [_input(body, value, shape_of(value)) for value in states]
         body.emit.graph.inputs.extend([counter, running, *inputs])
-        results = body.run_closed(params["body_jaxpr"], [*body_consts, *(_tensor(value) for value in inputs)])
+        before = [_tensor(value) for value in inputs]
+        results = body.run_closed(params["body_jaxpr"], [*body_consts, *before])
+        if params["cond_jaxpr"].out_avals[0].shape:
+            runs = condition(body, before)
+            results = [_where(body, runs, body.tensor(x), old) for x, old in zip(results, before, strict=True)]
         answer = _tensor(goes_on(body, results))
         _finish(body, [answer, *results])
     shapes = [(var.aval.shape, kernels.dtype_of_aval(var.aval)) for var in eqn.outvars]  # type: ignore[attr-defined]
     start = goes_on(low, [_tensor(value) for value in states])
     made = low.nodes("Loop", None, start, *states, results=shapes, body=body.emit.graph)
     return [_tensor(value) for value in made]
+
+
+def _where(low: Lowering, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Choose by a condition along the first axes of two arrays."""
+    aligned = condition.relabelled(condition.axes, x.shape)
+    return low.elementwise("Where", aligned, x, y, dtype=x.dtype)
 
 
 def _input(body: Lowering, like: ir.Value, shape: Sequence[int]) -> ir.Value:

@@ -270,6 +270,23 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
 }  # fmt: skip
 
 
+BY_ROW = {
+    "counts": (lambda n: lax.while_loop(lambda s: s[0] > 1, lambda s: (s[0] // 2, s[1] + s[0] % 2), (n, 0))[1],
+               np.array([[6, 7, 27], [1, 0, 300]], np.int32)),
+    "matrices": (lambda v: lax.while_loop(lambda z: z.max() < v, lambda z: z @ z + 1, v * jnp.eye(2) / 9),
+                 np.array([[0.5, 5.0, 50.0], [0.1, 1.0, 9.0]], np.float32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_each_row_of_a_batch_leaves_a_loop_by_itself(name: str, axes: int) -> None:
+    turn, values = BY_ROW[name]
+    for _ in range(axes):
+        turn = jax.vmap(turn)
+    worst_error(weighted(lambda x, v: turn(v)), random(2), values if axes == 2 else values[0])
+
+
 def shifts(v, by):
     return [(v << 4) >> 4, v >> 3, lax.shift_right_logical(v, 0 * v + 2), lax.shift_left(v, by) // 16,
             lax.shift_right_arithmetic(v, by)]  # fmt: skip
