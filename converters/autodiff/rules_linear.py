@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from string import ascii_letters
 
 import onnx_ir as ir
 
@@ -79,13 +81,12 @@ def einsum(s: RuleInput) -> Grads:
     operands."""
     t = s.t
     equation = s.attribute("equation").replace(" ", "")
-    if "." in equation:
-        s.refuse("an ellipsis in the equation is not supported")
     left, arrow, result = equation.partition("->")
     terms = left.split(",")
     if not arrow:
-        letters = left.replace(",", "")
-        result = "".join(sorted(c for c in dict.fromkeys(letters) if letters.count(c) == 1))
+        letters = left.replace(",", "").replace(".", "")
+        result = "..." * ("." in left) + "".join(sorted(c for c in letters if letters.count(c) == 1))
+    terms, result = _without_ellipsis(terms, result, [len(s.shape(i)) for i in range(len(terms))])
     if any(len(set(term)) < len(term) for term in terms):
         s.refuse(f"the diagonal in equation {equation!r} is not supported")
 
@@ -106,6 +107,15 @@ def einsum(s: RuleInput) -> Grads:
         return t.unsqueeze(made, [i for i, c in enumerate(terms[slot]) if c not in have])
 
     return {slot: partial(gradient, slot) for slot in range(len(terms))}
+
+
+def _without_ellipsis(terms: Sequence[str], result: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Replace each ellipsis by letters that the equation does not have; the last of them is the last axis."""
+    counts = [rank - len(term) + 3 if "." in term else 0 for term, rank in zip(terms, ranks, strict=True)]
+    most = max(counts)
+    free = "".join(c for c in ascii_letters if c not in {*"".join(terms), *result})[:most]
+    named = [term.replace("...", free[most - n :]) for term, n in zip(terms, counts, strict=True)]
+    return named, result.replace("...", free)
 
 
 @rule("AffineGrid")

@@ -112,6 +112,9 @@ CASES = [
     Case("Einsum", ((2, 3, 4), (2, 5, 4)), {"equation": "bij,bkj->bki"}, tag="batch"),
     Case("Einsum", ((2, 3), (4,)), {"equation": "ij,k->k"}, tag="summed"),
     Case("Einsum", ((2, 3), (3,)), {"equation": "ij,j"}, tag="implicit"),
+    Case("Einsum", ((2, 3, 4), (4, 5)), {"equation": "...ij,jk->...ik"}, tag="ellipsis"),
+    Case("Einsum", ((3, 2, 4), (3, 2, 4)), {"equation": "i...,i...->..."}, tag="ellipses"),
+    Case("Einsum", ((2, 4, 3), (2, 3, 5)), {"equation": "...ij, ...jk"}, tag="implicit-ellipsis"),
     *(
         Case("AffineGrid", ((n, len(sizes), len(sizes) + 1), i64([n, 3, *sizes])), {"align_corners": c},
              tag=f"{len(sizes)}d-{n}-{c}", dynamic=False)
