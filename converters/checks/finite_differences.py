@@ -237,10 +237,10 @@ class _Line:
             suspects = halves[1] if worse[1] > worse[0] else halves[0]
         return ConversionError(
             "the gradient by {!r} is wrong: along a random direction the loss changes {}; nothing was written ({} "
-            "skips this check)",
+            "gives this check other inputs, such as distinct indices, and {} skips it)",
             suspects[0],
             how,
-            Setting("check", False),
+            *_OTHERWISE,
         )
 
     def _lost(self, seed: int) -> float:

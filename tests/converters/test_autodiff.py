@@ -289,7 +289,7 @@ def test_old_models_are_brought_up() -> None:
 def test_the_check_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RULES["Relu"]
     monkeypatch.setitem(RULES, "Relu", lambda s: {0: lambda: s.t.mul(right(s)[0](), 1.5)})
-    with pytest.raises(ConversionError, match=r"gradient by 'w0' is wrong"):
+    with pytest.raises(ConversionError, match=r"gradient by 'w0' is wrong.*example_inputs= gives .* distinct indices"):
         add_backward(MLP, "cross_entropy")
     assert add_backward(MLP, "cross_entropy", check=False)
 
