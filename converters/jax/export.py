@@ -52,7 +52,7 @@ def export_training_step(
     Inputs are parameters and buffers, named by their pytree paths joined by dots, optimizer state as
     ``state.<parameter>.<slot>``, then the batch as ``input.<i>``. Outputs are ``loss``, then ``grad.<parameter>``, or
     with an optimizer ``new.<parameter>`` and ``new.state.…``, then ``new.<buffer>``. Random keys are inputs of two
-    words (uint32); random numbers equal JAX's bit for bit.
+    words (uint32); their bits and uniform numbers equal JAX's bit for bit, and others within rounding.
 
     Parameters
     ----------
