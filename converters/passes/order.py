@@ -8,6 +8,7 @@ from .attention_in_parts import attention_in_parts
 from .base import Fact, Order
 from .exact_sigmoids import exact_sigmoids
 from .inherit_phases import inherit_phases
+from .keep_nan import keep_nan
 from .loss_in_parts import loss_in_parts
 from .multiply_weight_gradients import multiply_weight_gradients
 from .read_masks import read_masks
@@ -48,7 +49,7 @@ PYTORCH = Order(
 PYTORCH_OUTPUTS = Order(given=PYTORCH.promised, passes=(read_masks,), promised=_DONE)
 """Passes that run once the watched outputs of the check are removed, since those may read a mask."""
 
-JAX_LOWERED = Order(given=_MADE, passes=(add_in_order, exact_sigmoids), promised=_MADE | {Fact.ORDERED})
+JAX_LOWERED = Order(given=_MADE, passes=(add_in_order, exact_sigmoids, keep_nan), promised=_MADE | {Fact.ORDERED})
 """Passes over lowered primitives, before nodes have phases."""
 
 JAX = Order(

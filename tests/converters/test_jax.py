@@ -254,6 +254,12 @@ EDGES = {  # values that the first batch may lack: they are inputs of the run
     "bits of float16": (lambda v: lax.bitcast_convert_type(v, jnp.float16), HALVES_OF_BITS),
     "nanmedian": (lambda v: jnp.nanmedian(v, 1), HOLES[:, :5] * [[1], [1 / np.float32(3)]]),
     "argsort": (lambda v: jnp.argsort(v, 1), HOLES),
+    "maxima with NaN": (lambda v: known(v.max(1), v.min(0), v.max(), v.astype(jnp.float16).max(1), v.argmax(1),
+                                        v.argmin(0), jnp.exp(v - v.max(1, keepdims=True))), HOLES),
+    "windows with NaN": (lambda v: known(window(v, lax.max, -np.inf, (1, 2), (1, 2), [(0, 0), (1, 1)]),
+                                         window(v, lax.min, np.inf, (1, 3), (1, 1), "SAME")), HOLES),
+    "segments with NaN": (lambda v: known(jax.ops.segment_max(v.T, IDS.ravel(), 3), lax.map(jnp.max, v),
+                                          jax.ops.segment_min(v, IDS[0, :2], 3)), HOLES),
     "order of bools": (lambda v: (v < 3) < (v > 1), WHOLE),
     "least of bytes": (lambda v: lax.reduce_window(v, np.uint8(255), lax.min, (2,), (1,), "VALID"),
                        np.array([0, 1, 255, 255, 3], np.uint8)),
@@ -285,6 +291,11 @@ def test_each_row_of_a_batch_leaves_a_loop_by_itself(name: str, axes: int) -> No
     for _ in range(axes):
         turn = jax.vmap(turn)
     worst_error(weighted(lambda x, v: turn(v)), random(2), values if axes == 2 else values[0])
+
+
+def known(*values):
+    """The values, with numbers in the place of NaN and infinity."""
+    return [jnp.nan_to_num(value, nan=7, posinf=20, neginf=-20) for value in values]
 
 
 def shifts(v, by):
@@ -410,6 +421,26 @@ def test_the_ends_of_the_inverse_error_function():
 
     step = trace(loss, np.array([1.0, -1.0], np.float32), (), None, None, None)
     assert verify(convert(step), step, TIGHT).error == 0
+
+
+def test_a_softmax_reads_its_maximum_without_a_search_for_nan():
+    def loss(p, buffers, x):
+        return jnp.sum(jax.nn.softmax(x * p, 0) ** 2) + jnp.sum(jax.nn.logsumexp(x * p, 1)), {"top": x.max(1)}
+
+    made = export_training_step(loss, random(6), random(4, 6), buffers={"top": jnp.zeros(4)})
+    assert [node.input[0] for node in made.graph.node if node.op_type == "IsNaN"] == ["input.0"]
+
+
+def test_each_row_of_a_while_loop_stops_by_its_own_condition():
+    def halvings(n, by):
+        state = (n, jnp.ones(2), n > 2)
+        return lax.while_loop(lambda c: c[0] > 1, lambda c: (c[0] // 2, jnp.tanh(c[1] * by), ~c[2]), state)
+
+    def loss(p, numbers, factors):
+        rows = jax.vmap(jax.vmap(halvings, (0, None)), (None, 0))(numbers, factors)
+        return weighted(lambda x: rows)(p) + jnp.sum(p * rows[1])
+
+    assert worst_error(loss, random(2), np.array([1, 2, 9, 0, 700], np.int32), random(3)) < 1e-6
 
 
 def test_the_inverse_error_function_and_normal_draws_have_the_digits_of_float64():

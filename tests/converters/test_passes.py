@@ -32,7 +32,7 @@ def test_every_pass_has_its_place_in_an_order():
     for path in sorted(Path(str(passes.__path__[0])).glob("*.py")):
         module = import_module(f"{passes.__name__}.{path.stem}")
         found |= {path.stem} if hasattr(getattr(module, path.stem, None), "requires") else set()
-    assert found == set(ALL) and len(found) == 15
+    assert found == set(ALL) and len(found) == 16
 
 
 @pytest.mark.parametrize("name", ORDERS)
