@@ -14,6 +14,7 @@ from jax.extend import core
 from onnx_remat.errors import ConversionError
 
 from . import kernels
+from .bits import bits_of
 from .lower import Array, Lowering, Stack, Tensor, lowering, shape_of
 
 _TO_THE_END = np.iinfo(np.int64).max
@@ -248,9 +249,11 @@ def _spread(low: Lowering, x: Tensor, fill: Tensor, axis: int, between: int) -> 
 
 @lowering("bitcast_convert_type")
 def bitcast_convert_type(low: Lowering, eqn: core.JaxprEqn, x: Tensor) -> Tensor:
-    """Cast between integers of equal size; convert bits to floats by arithmetic, exact except for NaNs."""
+    """Cast between integers of equal size; convert bits to floats and back by arithmetic, exact except for NaNs."""
     dtype = kernels.dtype_of_aval(eqn.outvars[0].aval)
     same = x.dtype.kind in "iu" and x.dtype.itemsize == dtype.itemsize
+    if dtype.kind in "iu" and x.dtype.itemsize == dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, jnp.floating):
+        return bits_of(low, x, dtype)
     if same and dtype.kind in "iu":
         return Tensor(low.cast(x.value, dtype), x.axes, x.shape, dtype)
     if not same or not jnp.issubdtype(dtype, jnp.floating):

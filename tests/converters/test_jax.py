@@ -443,6 +443,32 @@ def test_each_row_of_a_while_loop_stops_by_its_own_condition():
     assert worst_error(loss, random(2), np.array([1, 2, 9, 0, 700], np.int32), random(3)) < 1e-6
 
 
+EXACT = np.float32(
+    [0.0, -0.0, 1, -1, 2, 0.99999994, -1.9999999, 0.1, -3e-5, 3.4028235e38, 1.1754944e-38, np.inf, -np.inf]
+)
+BITS = {
+    "float32": lambda x: lax.bitcast_convert_type(x, jnp.int32),
+    "float16": lambda x: lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16),
+    "bfloat16": lambda x: lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.int16),
+    "copysign": lambda x: jnp.copysign(x, x[::-1]),
+    "frexp": lambda x: jnp.stack(jnp.frexp(x)),
+    "ldexp": lambda x: jnp.ldexp(x[:9], 3),
+    "ones": lambda x: jnp.stack([lax.population_count(x.astype(kind)).astype(jnp.int32) for kind in INTEGERS]),
+    "zeros": lambda x: jnp.stack([lax.clz(x.astype(kind)).astype(jnp.int32) for kind in INTEGERS]),
+}
+INTEGERS = (jnp.int8, jnp.uint32)
+
+
+def test_bits_of_numbers_are_those_of_jax():
+    def loss(p, buffers, x):
+        return jnp.sum(p), {name: function(x) for name, function in BITS.items()}
+
+    buffers = {
+        name: jnp.zeros(made.shape, made.dtype) for name, made in jax.eval_shape(loss, EXACT, {}, EXACT)[1].items()
+    }
+    assert worst_error(loss, random(2), EXACT, buffers=buffers) == 0
+
+
 def test_the_inverse_error_function_and_normal_draws_have_the_digits_of_float64():
     with jax.enable_x64(True):
         x = np.concatenate([np.linspace(-0.999, 0.999, 40), 1 - np.logspace(-9, -3, 8)])
