@@ -11,6 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from onnx_remat.errors import ConversionError
+
 from .lower import Lowering, Tensor, lowering
 
 
@@ -82,3 +84,23 @@ def _count(x: jax.Array) -> jax.Array:
     words = (words & fours) + (right(words, 2) & fours)
     words = (words + right(words, 4)) & bytes_
     return right(words * ones, width - 8).astype(dtype)
+
+
+@lowering("nextafter")
+def nextafter(low: Lowering, eqn: core.JaxprEqn, x: Tensor, y: Tensor) -> Tensor:
+    """Fold it for constants; else add one to the bits, or subtract it."""
+    if x.constant is not None and y.constant is not None and not x.axes and not y.axes:
+        made = low.array(np.nextafter(x.constant, y.constant))
+        return made.relabelled((), eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
+    if x.dtype == np.float64:
+        raise ConversionError("nextafter of float64 has a lowering for constants alone: use float32")
+
+    def after(x: jax.Array, y: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+        one = bits.dtype.type(1)
+        near = lax.bitcast_convert_type(bits + jnp.where((x < y) == (x > 0), one, -one), x.dtype)
+        least = x.dtype.type(jnp.finfo(x.dtype).smallest_subnormal)
+        near = jnp.where(x == 0, jnp.where(y > 0, least, -least), near)
+        return jnp.where((x != x) | (y != y), x + y, jnp.where(x == y, y, near))
+
+    return written(low, after, x, y)

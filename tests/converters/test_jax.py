@@ -469,6 +469,16 @@ def test_bits_of_numbers_are_those_of_jax():
     assert worst_error(loss, random(2), EXACT, buffers=buffers) == 0
 
 
+def test_the_next_number_and_truncated_draws_are_those_of_jax():
+    def loss(p, buffers, x, key):
+        drawn = jax.random.truncated_normal(key, -2, 2, (9,)) + jax.random.truncated_normal(key, p, 2)
+        return jnp.sum(p * drawn), {"next": jnp.nextafter(x, x[::-1]), "same": jnp.nextafter(x, x)}
+
+    x = np.array([1, -1, 2, -0.99999994, np.nan, np.inf, -3, 3.4028235e38, 5, 0.1], np.float32)
+    buffers = {"next": jnp.zeros(10), "same": jnp.zeros(10)}
+    assert worst_error(loss, random(9), x, jax.random.key(0), buffers=buffers) < 1e-5
+
+
 def test_the_inverse_error_function_and_normal_draws_have_the_digits_of_float64():
     with jax.enable_x64(True):
         x = np.concatenate([np.linspace(-0.999, 0.999, 40), 1 - np.logspace(-9, -3, 8)])
