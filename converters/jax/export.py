@@ -21,7 +21,7 @@ from ..checks.finite_differences import in_float64
 from ..emit import Emitter
 from ..halves import OnCPU, on_cpu
 from ..passes import order
-from . import bits, control, elementwise, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
+from . import bits, control, elementwise, gamma, indexing, kernels, products, randoms, reductions, structure  # noqa: F401
 from .lower import Array, Lowering, Tensor
 from .step import TracedStep, array, inputs_of, plain, trace
 

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from jax import lax
+from jax.scipy.special import digamma, gammaln
 from onnx_remat.converters.jax.export import convert, export_training_step, verify
 from onnx_remat.converters.jax.step import trace
 
@@ -467,6 +468,15 @@ def test_bits_of_numbers_are_those_of_jax():
         name: jnp.zeros(made.shape, made.dtype) for name, made in jax.eval_shape(loss, EXACT, {}, EXACT)[1].items()
     }
     assert worst_error(loss, random(2), EXACT, buffers=buffers) == 0
+
+
+def test_the_gamma_function_has_the_logarithm_of_jax_and_its_derivative():
+    def loss(p, buffers, x):
+        return jnp.sum(gammaln(p)), {"log": gammaln(x), "derivative": digamma(x)}
+
+    x = np.array([-np.inf, -5.5, -2, -0.0, 0, 1e-30, 0.3, 0.5, 2.5, 6.9, 7, 100, 1e9, np.inf, np.nan], np.float32)
+    buffers = {"log": jnp.zeros(15), "derivative": jnp.zeros(15)}
+    assert worst_error(loss, random(9, low=0.1, high=9.0), x, buffers=buffers) < 1e-5
 
 
 def test_the_next_number_and_truncated_draws_are_those_of_jax():
