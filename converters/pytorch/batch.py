@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +100,7 @@ class Batch:
             )
         for ours, theirs in zip(self.leaves, made.leaves, strict=True):
             if not _equal(ours, theirs):
-                now, before = (textwrap.shorten(repr(each), 80, placeholder="...") for each in (theirs, ours))
+                now, before = (_short(repr(each)) for each in (theirs, ours))
                 raise UsageError(f"the batch has {now} in place of the constant {before}: make a new step")
         return made
 
@@ -263,8 +262,8 @@ def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
         return
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMBERS:
         raise ConversionError(
-            f"{_path(path)} of the batch is a numpy array, which would be a constant of the step: "
-            "give a tensor, torch.from_numpy(array)"
+            f"{_path(path)} of the batch is a numpy array, which would be a constant of the step: give a tensor, "
+            "torch.from_numpy(array), or, of a setting that stays the same, a list, array.tolist()"
         )
     if _holds_tensor(leaf):
         called = ", or if the model only calls it, its method __call__" if callable(leaf) else ""
@@ -274,6 +273,13 @@ def _check_leaf(path: Sequence[Any], leaf: Any) -> None:
         )
 
 
+def _short(text: str) -> str:
+    """Return a text on one line, of which the middle is left out if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]}...{line[-_LONGEST // 2 :]}"
+
+
+_LONGEST = 80
 _NUMBERS = "biufc"
 """Kinds of numpy's types of which there are tensors; arrays of texts and objects are constants."""
 
