@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
             "update the parameters yourself"
         ) from error
     made: State = {}
-    from_gradient = False
+    zeroed: dict[str, list[str]] = {}
     for name in own:
         made[name] = {}
         for slot, value in (known[name] or from_zeros[name]).items():
@@ -58,9 +58,9 @@ def initial_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, tor
                 made[name][slot] = _tensor(value)
                 if name in new and not torch.equal(made[name][slot], _tensor(from_ones[name][slot])):
                     made[name][slot] = torch.zeros_like(made[name][slot])
-                    from_gradient = True
-    if from_gradient:
-        _check_zeros(optimizer, parameters, new, made)
+                    zeroed.setdefault(name, []).append(slot)
+    if zeroed:
+        _check_zeros(optimizer, parameters, new, made, zeroed)
     return made
 
 
@@ -130,8 +130,13 @@ def _check_zeros(
     parameters: Mapping[str, torch.Tensor],
     values: Mapping[str, torch.Tensor],
     state: State,
+    zeroed: Mapping[str, Sequence[str]],
 ) -> None:
-    """Raise ConversionError unless a step from `state` equals the optimizer's first step, in parameters and state."""
+    """Raise ConversionError unless a step from `state` equals the optimizer's first step.
+
+    It is to give the same parameters, which a first step that sets state may leave alone, and the same in the pieces of
+    state that start at zero here (`zeroed`); others, such as a rate, are as they were.
+    """
     made = []
     has_rates = all(isinstance(group.get("lr"), float | int | torch.Tensor) for group in optimizer.param_groups)
     settings = {**APART, "lr": 0.01} if has_rates else APART  # a warm-up begins at a rate that moves nothing
@@ -145,8 +150,8 @@ def _check_zeros(
     for name, value in values.items():
         (first, kept), (zeros, others) = (of[name] for of in made)
         pairs = [(first.double() - value.double(), zeros.double() - value.double())]
-        # a first step that sets state may leave the parameter alone
-        pairs += [(_tensor(kept[slot]), _tensor(others[slot])) for slot in state[name] if slot in kept]
+        slots = [slot for slot in zeroed.get(name, ()) if isinstance(kept.get(slot), torch.Tensor | int | float)]
+        pairs += [(_tensor(kept[slot]), _tensor(others[slot])) for slot in slots]
         if any(_differ(*pair) for pair in pairs):
             raise ConversionError(
                 f"the first step of optimizer {type(optimizer).__qualname__} differs from all others (it starts its "

@@ -212,6 +212,34 @@ def test_a_step_that_decides_by_a_value_is_refused():
         export_training_step(model := net(), batches(1)[0], mse, Looking(model.parameters(), 0.1))
 
 
+class Noting(torch.optim.Optimizer):
+    """Its momentum starts at the gradient; it keeps its first rate as well."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if state:
+                    state["m"].mul_(0.9).add_(p.grad)
+                else:
+                    state["m"], state["rate"] = p.grad.clone(), torch.tensor(group["lr"])
+                p.sub_(group["lr"] * state["m"])
+
+
+def test_a_rate_that_is_kept_is_no_difference_of_a_first_step():
+    model, batch = nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+    other = copy.deepcopy(model)
+    theirs = Noting(other.parameters(), 1e-3)
+    step = budgeted(model, mse, Noting(model.parameters(), 1e-3), batch, check=False)
+    for _ in range(3):
+        both_step(step, theirs, other, batch)
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
 class Halved(torch.optim.Optimizer):
     """Its momentum is in bfloat16, as by default in timm's AdafactorBigVision."""
 
