@@ -203,7 +203,7 @@ def test_a_file_is_tried_by_the_bytes_it_is_judged_by_and_kept_unless_there_is_a
     tried = pipeline._tried(original.job(Budget(fraction=0.8), Deadline()), FirstUse())
     assert tried.nbytes == original.memory.taken(tried.made.executed)[0] > tried.made.footprint.total
     job = original.job(Budget(bytes=original.memory.least), Deadline())  # too little for any plan
-    assert fit_with_moves(job.goal, pipeline._work(job), 0.0, tried.made).plan is tried.made.plan
+    assert fit_with_moves(job.goal, pipeline._work(job), tried.made).plan is tried.made.plan
 
 
 def test_no_budget_is_called_impossible_that_moves_can_keep():
