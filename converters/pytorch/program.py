@@ -44,14 +44,14 @@ def capture(function: Callable[..., Any], fakes: Sequence[torch.Tensor], opset: 
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
         node.replace_all_uses_with(node.args[0])  # of constants in rules
         module.graph.erase_node(node)
-    _state_types(module.graph)
+    _type_factories(module.graph)
     _keep_digits(module)
     _widen_updates(module.graph)
     module.graph.eliminate_dead_code()
     return module
 
 
-def _state_types(graph: Graph) -> None:
+def _type_factories(graph: Graph) -> None:
     """State the type of tensors made in torch's default type, because torch's exporter makes them in float32."""
     for node in graph.nodes:
         schema, dtype = getattr(node.target, "_schema", None), getattr(node.meta.get("val"), "dtype", torch.float32)

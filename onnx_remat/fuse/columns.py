@@ -13,16 +13,13 @@ from math import prod
 
 from onnx_remat.fuse import spaces
 from onnx_remat.fuse.code import KINDS
-from onnx_remat.fuse.cuda import DECLARATIONS, THREADS, thread_of
+from onnx_remat.fuse.cuda import DECLARATIONS, MOST_ELEMENTS, THREADS, narrow, thread_of
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
 from onnx_remat.fuse.moves import slice_of
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.fuse.spaces import Steps
 from onnx_remat.ir.graph import attributes
 from onnx_remat.ir.opsets import is_op
-
-MOST_ELEMENTS = 1 << 31
-"""Indices have 32 bits."""
 
 MOST_AXES = 10
 
@@ -148,16 +145,9 @@ def _kernel(dtype: int, columns: Columns, elements: int, shape: tuple[int, ...])
 
 def _text(bits: int, rank: int) -> str:
     """Return the text of the kernel of all columns of so many axes, and of elements of so many bits."""
-
-    def size(name: str, at: int) -> list[str]:
-        return [
-            f"%p.{name} = getelementptr i64, ptr %sizes, i64 {at}", f"%w.{name} = load i64, ptr %p.{name}",
-            f"%{name} = trunc i64 %w.{name} to i32",
-        ]  # fmt: skip
-
-    lines = ["%rest.0 = trunc i64 %index to i32", *size("offset.0", 0)]
+    lines = ["%rest.0 = trunc i64 %index to i32", *narrow("offset.0", 0)]
     for i, axis in enumerate(reversed(range(rank))):
-        lines += [*size(f"extent.{i}", 1 + 2 * axis), *size(f"stride.{i}", 2 + 2 * axis)]
+        lines += [*narrow(f"extent.{i}", 1 + 2 * axis), *narrow(f"stride.{i}", 2 + 2 * axis)]
         here = f"%rest.{i}"
         if axis:
             here = f"%at.{i}"

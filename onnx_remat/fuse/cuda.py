@@ -49,6 +49,9 @@ MOST_LINES = 150
 FEW = 1 << 18
 """Elements of a kernel below which a thread computes one: otherwise part of the device would idle."""
 
+MOST_ELEMENTS = 1 << 31
+"""Elements of a value from which on indices of 32 bits are too narrow, as `narrow` loads them."""
+
 MOST_ARGUMENTS = 4000
 """Maximum bytes that a launch copies; devices take 4,096."""
 
@@ -135,6 +138,14 @@ def head_of(inputs: int, outputs: int, sizes: int) -> str:
     parts = {"in": f"[{inputs} x ptr]", "out": f"[{outputs} x ptr]", "sizes": f"[{sizes} x i64]"}
     arguments = ", ".join(f"ptr byval({kind}) align 8 %{part}" for part, kind in parts.items())
     return f"define ptx_kernel void @kernel({arguments}, i64 %size) #0 {{"
+
+
+def narrow(name: str, at: int) -> list[str]:
+    """Return the instructions that load a size of a kernel, with 32 bits, to a register of this name."""
+    return [
+        f"%p.{name} = getelementptr i64, ptr %sizes, i64 {at}", f"%w.{name} = load i64, ptr %p.{name}",
+        f"%{name} = trunc i64 %w.{name} to i32",
+    ]  # fmt: skip
 
 
 OWN_BLOCK: Final = "%b = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()"

@@ -11,13 +11,10 @@ from math import copysign, prod
 import onnx
 
 from onnx_remat.fuse.code import KINDS
-from onnx_remat.fuse.cuda import DECLARATIONS, THREADS, thread_of
+from onnx_remat.fuse.cuda import DECLARATIONS, MOST_ELEMENTS, THREADS, narrow, thread_of
 from onnx_remat.fuse.kernel import METADATA, Kernel, Replacement
 from onnx_remat.fuse.ordered import OrderedStep
 from onnx_remat.ir.opsets import is_op
-
-MOST_ELEMENTS = 1 << 31
-"""Indices have 32 bits."""
 
 MOST_AXES = 8
 
@@ -79,11 +76,7 @@ def _text(bits: int, rank: int) -> str:
     stride, offset, inside, last = "1", "0", "true", rank - 1
     for i, axis in enumerate(reversed(range(rank))):
         for at, name in enumerate(("extent", "result", "before")):
-            lines += [
-                f"%p.{name}.{i} = getelementptr i64, ptr %sizes, i64 {3 * axis + at}",
-                f"%w.{name}.{i} = load i64, ptr %p.{name}.{i}",
-                f"%{name}.{i} = trunc i64 %w.{name}.{i} to i32",
-            ]
+            lines += narrow(f"{name}.{i}", 3 * axis + at)
         here = f"%rest.{i}"
         if i < last:
             here = f"%at.{i}"
