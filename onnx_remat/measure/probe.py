@@ -227,6 +227,26 @@ def reset_peak() -> int:
     return now
 
 
+def library_bytes() -> int:
+    """Return the resident bytes of files that are mapped as code: the interpreter and the libraries.
+
+    Such pages are shared between processes, and come and go without the step: the kernel maps as many around a first
+    call as happen to be in its cache, and takes them back when it likes.
+    """
+    mapped: dict[str, int] = {}
+    code, file = set(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if not first.endswith(":"):
+            _, *path = rest.split(maxsplit=4)[3:]
+            file = path[0] if path and path[0].startswith("/") else ""
+            if rest[2] == "x":
+                code.add(file)
+        elif first in ("Rss:", "Anonymous:"):
+            mapped[file] = mapped.get(file, 0) + int(rest.split()[0]) * (1024 if first == "Rss:" else -1024)
+    return sum(nbytes for file, nbytes in mapped.items() if file and file in code)
+
+
 def resident(field: str) -> int:
     """Return `field` of this process in bytes: ``VmRSS``, ``RssFile``, or ``VmHWM``, the most since the last reset."""
     status = Path("/proc/self/status")

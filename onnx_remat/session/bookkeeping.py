@@ -26,7 +26,8 @@ def bookkeeping_bytes(values: int, kernels: int = 0, code: int = 0) -> int:
 
     An upper line over measurements of steps of 102 to 9,007 values, each fused and unfused, two of them rewritten
     (``python -m scripts.bench bookkeeping``, onnxruntime 1.32.0, two threads, on AVX-512 and on AVX2, where a session
-    takes about 1.2 MB more): none took more, some 9 MB less. On Python 3.13 one took 0.5 MB more than on 3.11.
+    takes about 1.2 MB more): none took more, some 9 MB less. They included 1 to 2 MB of libraries' code, which
+    `measure.training_memory` no longer counts.
     """
     return BYTES + BYTES_PER_VALUE * values + BYTES_PER_KERNEL * kernels + code
 
