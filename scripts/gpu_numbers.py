@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onnx_remat.errors import UsageError
-from onnx_remat.session.plan_session import BY_BITS, Array
+from onnx_remat.session.arrays import BY_BITS, Array
 from onnx_remat.session.session import Session
 from scripts.child import Failed, Stepper
 from scripts.gpu_steps import arrays_of, keep_plans

@@ -23,8 +23,9 @@ from onnx_remat.fuse import shim
 from onnx_remat.process.cache import replacing
 from onnx_remat.session import kernel_file, plan_session
 from onnx_remat.session import session as session_module
+from onnx_remat.session.arrays import Array
 from onnx_remat.session.device import smallest_limit
-from onnx_remat.session.plan_session import Array, SessionRequest
+from onnx_remat.session.plan_session import SessionRequest
 from onnx_remat.session.session import Session
 
 WARM, STEPS = 3, 12

@@ -17,8 +17,8 @@ import onnx
 
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import GRADIENT, NEW
+from onnx_remat.session.arrays import BY_BITS, NUMPY
 from onnx_remat.session.heap import ALIGNMENT, reserve
-from onnx_remat.session.plan_session import BY_BITS, NUMPY
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 

@@ -32,8 +32,8 @@ from onnx_remat.ir.naming import GRADIENT, WEIGHT, renewals
 from onnx_remat.ir.op_semantics import semantics
 from onnx_remat.messages import Setting
 from onnx_remat.session import heap, state_file
+from onnx_remat.session.arrays import BY_BITS
 from onnx_remat.session.interface import check_loss, checked
-from onnx_remat.session.plan_session import BY_BITS
 from onnx_remat.session.session import Session, seed_draws
 from onnx_remat.units import check_threads
 

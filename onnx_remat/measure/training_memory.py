@@ -18,7 +18,7 @@ import numpy as np
 from onnx_remat import files
 from onnx_remat.errors import VerificationError
 from onnx_remat.process import child
-from onnx_remat.session.plan_session import Array
+from onnx_remat.session.arrays import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_remat.errors import UsageError, did_you_mean
-from onnx_remat.session.device_arrays import device_array
+from onnx_remat.session.device_arrays import DeviceArray, device_array
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -92,6 +92,24 @@ def typed(name: str, formal: Formal, value: Any, on_device: bool = False) -> Any
     if array.dtype != dtype and not (bits and array.dtype.isnative):
         raise UsageError(f"input {name!r} is of type {dtype}, not {array.dtype}")
     return array
+
+
+def bindable(name: str, formal: Formal, value: Any, renewed: bool, on_device: bool = False) -> Any:
+    """Return `value` as an array of numpy, or `on_device` of a device, that can be bound to an input without a copy.
+
+    Raises
+    ------
+    UsageError
+        It is of another type or shape, or the input is `renewed` in place and the array cannot be written to.
+    """
+    array = typed(name, formal, value, on_device)
+    if array.shape != formal.shape:
+        raise UsageError(f"input {name!r} is of shape {list(formal.shape or ())}, not {list(array.shape)}")
+    if isinstance(array, DeviceArray):
+        return array
+    if renewed and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
+        raise UsageError(f"input {name!r} is renewed in place: pass a contiguous, writeable array")
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
 _NAMED = 6  # outputs in a message

@@ -16,10 +16,13 @@ import numpy.typing as npt
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.messages import Message, Setting, Word
 from onnx_remat.ort import libraries
+from onnx_remat.session.apart import check_apart
+from onnx_remat.session.arrays import Array
 from onnx_remat.session.cuda_memory import Block, HostBlock, move, read, wait, write
 from onnx_remat.session.device import provider_options
 from onnx_remat.session.device_arrays import DeviceArray, check_renewable
-from onnx_remat.session.plan_session import Array, SessionPlan
+from onnx_remat.session.interface import Arrays, bindable
+from onnx_remat.session.plan_session import SessionPlan
 
 _UNIT = 256  # ONNX Runtime rounds up every request to a multiple of this
 
@@ -40,13 +43,13 @@ def providers(names: Sequence[str], limit: int, graph: bool = False) -> list[Any
     return [(names[0], options), *names[1:]]
 
 
-def check_capturable(step: SessionPlan, loose: Sequence[str]) -> None:
+def check_capturable(step: SessionPlan) -> None:
     """Raise UsageError where a CUDA graph would not compute what the step computes."""
     why = ""
     if step.random:
         why = f"node {step.random!r} would draw the same random numbers in every step"
-    elif loose:
-        why = f"output {loose[0]!r} is not in the slab"
+    elif step.loose:
+        why = f"output {step.loose[0]!r} is not in the slab"
     elif step.read_on_host:
         why = f"input {step.read_on_host!r} is read in host memory: a graph would replay its first value"
     elif step.moved_in_turn:
@@ -116,7 +119,7 @@ class DeviceMemory:
     Parameters
     ----------
     binding : onnxruntime.IOBinding
-        Of the session that runs the step.
+        Of the session that runs the step. The outputs that ONNX Runtime allocates are bound first.
     step : SessionPlan
     device : str
         Name of the device, as in ``OrtValue``.
@@ -146,6 +149,7 @@ class DeviceMemory:
         self.lying: dict[str, DeviceArray] = {}
         self.use = 0
         self._fed: set[str] = set()
+        self._given: Arrays = {}  # the caller's arrays of inputs that are renewed here, which get the new values
         self._outputs: dict[str, int] = {}  # addresses of outputs that have one
         for place in step.places:
             self._bind_output(place, self._slab.address + place.offset)
@@ -192,6 +196,36 @@ class DeviceMemory:
             for name in self.fed:
                 self._bind_input(name)
         return self.use
+
+    def accept(self, feeds: Mapping[str, Any]) -> None:
+        """Copy a run's inputs of the host to the device, and bind those of the device where they lie.
+
+        Where addresses are fixed, those of the device are copied as well.
+
+        Raises
+        ------
+        UsageError
+            An array is of another type or shape, or the step cannot renew it.
+        """
+        given = {n: bindable(n, self._formals[n].formal, value, n in self._renewed, True) for n, value in feeds.items()}
+        lying = {name: array for name, array in given.items() if isinstance(array, DeviceArray)}
+        for name in lying.keys() & self.on_host.keys():
+            raise UsageError(f"input {name!r} lies on the host between steps: pass an array of the host")
+        if self.fixed:
+            for name in lying.keys() & self._renewed.keys():
+                raise UsageError(
+                    f"cuda_graph renews input {name!r} in the session's own memory: pass an array of the host"
+                )
+            lying = {}
+        new = {name: array for name, array in given.items() if not isinstance(array, DeviceArray)}
+        held = {name: array for name, array in self._given.items() if name not in given} | new
+        check_apart(((a.ctypes.data, a.nbytes, name) for name, a in held.items()), self._renewed, "pass a copy of one")
+        self.bind(lying)
+        self.feed({name: array for name, array in given.items() if name not in lying})
+        for name in given.keys() & self._renewed.keys():
+            self._given.pop(name, None)
+            if name not in lying:
+                self._given[name] = given[name]
 
     def bind(self, arrays: Mapping[str, DeviceArray]) -> None:
         """Let inputs lie where another library holds them; arrays are of the inputs' types and shapes.
@@ -247,16 +281,29 @@ class DeviceMemory:
             wait()
         return _copy(self._formals[name], self.address(name))
 
-    def outputs(self, loose: Sequence[str], wanted: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return copies of outputs of the last run; onnxruntime allocated those in `loose`, which were bound first."""
+    def outputs(self, wanted: Sequence[str]) -> Arrays:
+        """Return copies of outputs of the last run, none of them donated."""
         formals = {array.name: array for array in self._step.outputs}
         values = {}
         if not self._outputs.keys() >= {*wanted}:  # the binding wraps all outputs, a microsecond for each
-            values = dict(zip(loose, self._binding.get_outputs(), strict=False))
+            values = dict(zip(self._step.loose, self._binding.get_outputs(), strict=False))  # they were bound first
         made = {}
         for name in wanted:
             array, address = formals[name], self._outputs.get(name)
             made[name] = array.copy_of(values[name], read) if address is None else _copy(array, address)
+        return made
+
+    def results(self) -> Arrays:
+        """Return copies of all outputs of the last run; a donated output is the array given for its input."""
+        made = self.outputs([array.name for array in self._step.outputs if array.name not in self._step.donated])
+        for output, name in self._step.donated.items():
+            if name in self.lying:
+                made[output] = self.lying[name].owner
+                continue
+            made[output] = self.read(name)
+            if name in self._given:
+                np.copyto(self._given[name], made[output])
+                made[output] = self._given[name]
         return made
 
 

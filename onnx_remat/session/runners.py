@@ -13,11 +13,11 @@ import numpy.typing as npt
 from onnx_remat.errors import UsageError
 from onnx_remat.ir.naming import gradient_sums, gradients, renewals
 from onnx_remat.session.apart import check_apart
+from onnx_remat.session.arrays import BY_BITS, Array
 from onnx_remat.session.device_arrays import DeviceArray, device_array
 from onnx_remat.session.heap import ALIGNMENT, keep_trimmed, reserve
 from onnx_remat.session.interface import Arrays, Formal, check_loss, check_state, checked, formal, overridable
 from onnx_remat.session.on_device import DeviceMemory
-from onnx_remat.session.plan_session import BY_BITS, Array
 from onnx_remat.session.session import Session
 from onnx_remat.session.state_file import Kinds, kinds_of
 

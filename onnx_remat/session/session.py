@@ -6,7 +6,6 @@ values. `Session` binds each value to its offset once, when it opens the step; r
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import secrets
@@ -20,22 +19,18 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from onnx_remat import files
 from onnx_remat.errors import ModelError, OnnxRematError, UsageError
 from onnx_remat.fuse import driver, shim
 from onnx_remat.session import cuda_memory, heap, loading, on_device
-from onnx_remat.session.apart import check_apart
 from onnx_remat.session.device import OUT_OF_MEMORY
-from onnx_remat.session.device_arrays import DeviceArray
-from onnx_remat.session.interface import check_mapping, typed
+from onnx_remat.session.interface import Arrays, check_mapping
 from onnx_remat.session.on_device import DeviceMemory, StateMemory
-from onnx_remat.session.plan_session import Array, SessionPlan, SessionRequest, plan_in_child
+from onnx_remat.session.on_host import HostMemory
+from onnx_remat.session.plan_session import SessionRequest, plan_in_child
 from onnx_remat.session.slab_layout import Donate
 from onnx_remat.units import check_threads
-
-Arrays = dict[str, npt.NDArray[Any]]
 
 
 class Session:
@@ -159,40 +154,37 @@ class Session:
                 warnings.warn(f"steps run unfused, which takes longer: {self._lacking}", stacklevel=2)
             if why := self._step.in_turn:
                 warnings.warn(f"copies to the host run in turn with kernels, maybe above budget: {why}", stacklevel=2)
-            self._loose = _loose(self._step)
-            self._formals = {array.name: array for array in self._step.inputs}
-            self._views: Arrays = {}
-            self._bound: dict[str, tuple[int, Any]] = {}  # address and array of each input, kept alive while bound
-            self._slab: npt.NDArray[np.uint8] = heap.reserve(0) if slab_of is None else slab_of._slab
+            self._loose = self._step.loose
+            self._names = dict.fromkeys(array.name for array in self._step.inputs)  # a set that keeps their order
             self._session: Any = None
             self._binding: Any = None
-            self._device: DeviceMemory | None = None
+            self._memory: HostMemory | DeviceMemory | None = None
             if provider == "cpu":
-                self._open_on_cpu(target, threads)
+                self._open_on_cpu(target, threads, slab_of)
             elif cuda_graph is None:
                 captured = False
                 with suppress(OnnxRematError):  # whose traceback holds the session: nothing is opened before it is gone
                     self._open_on_device(target, threads, provider, memory_limit, graph=True)
                     captured = True
                 if not captured:
-                    self._session = self._binding = self._device = None
+                    self._session = self._binding = self._memory = None
                     self._open_on_device(target, threads, provider, memory_limit, graph=False)
             else:
                 self._open_on_device(target, threads, provider, memory_limit, cuda_graph)
         heap.trim()
 
-    def _open_on_cpu(self, target: Path, threads: int) -> None:
+    def _open_on_cpu(self, target: Path, threads: int, slab_of: Session | None) -> None:
         self._session = loading.load(target, list(self._step.execution_providers), threads, self._step.pool)
         self._binding = self._session.io_binding()
         self._bind_loose()
-        if self._slab.size < self._step.slab:
-            self._slab = heap.reserve(self._step.slab)
-        self._bind_outputs(self._step)
+        shared = slab_of._memory if slab_of is not None else None
+        slab = shared.slab if isinstance(shared, HostMemory) else None
+        self._memory = HostMemory(self._binding, self._step, slab)
 
     def _open_on_device(self, target: Path, threads: int, device: str, memory_limit: int, graph: bool) -> None:
         step = self._step
         if graph:
-            on_device.check_capturable(step, self._loose)
+            on_device.check_capturable(step)
         limit = on_device.scratch_limit(step, memory_limit) if memory_limit else 0
         providers = on_device.providers(step.execution_providers, limit, graph)
         host = StateMemory(step) if step.state_on_host else None
@@ -200,7 +192,7 @@ class Session:
         on_device.check_no_fallback(self._session, step.execution_providers[0])
         self._binding = self._session.io_binding()
         self._bind_loose()
-        self._device = DeviceMemory(self._binding, step, device, fixed=graph, host=host)
+        self._memory = DeviceMemory(self._binding, step, device, fixed=graph, host=host)
         if graph:
             self._run()
 
@@ -243,9 +235,9 @@ class Session:
         """
         check_mapping(feeds, "what is fed")
         with self.lock:
-            if self._device is not None:
+            if self.device is not None:
                 self._check_complete(feeds)
-                self._device.take(feeds)
+                self.device.take(feeds)
             self.execute(feeds)
             made = self.results(copy=copy)
         return {array.name: made[array.name] for array in self.outputs}
@@ -255,9 +247,17 @@ class Session:
 
         Hold `lock` until they are read, where other threads run the session, or one with the same slab.
         """
-        self._bind_inputs(feeds)
+        memory = self._open()
+        self._check_names(feeds)
+        self._check_complete(feeds if self.device is None else {*feeds, *self.device.fed})
+        memory.accept(feeds)
         heap.keep_trimmed()
         self._run()
+
+    def _open(self) -> HostMemory | DeviceMemory:
+        if self._memory is None:
+            raise UsageError("the session is closed")
+        return self._memory
 
     def _bind_loose(self) -> None:
         """Let onnxruntime allocate the outputs without an address; the first call puts them before all others."""
@@ -269,7 +269,7 @@ class Session:
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
-            if self._device is not None:
+            if self.device is not None:
                 with suppress(ModelError):  # what the step failed of says more
                     cuda_memory.wait()  # for copies that have begun: they read and write what the next call does
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
@@ -278,44 +278,24 @@ class Session:
 
     def results(self, *, copy: bool = True) -> Arrays:
         """Return the outputs of the last run by name; a donated output is the array given for its input."""
-        if self._device is not None:
-            return self._from_device(self._device)
-        made = {name: view.copy() if copy else view for name, view in self._views.items()}
-        if self._loose:
-            loose = zip(self._loose, self._binding.get_outputs(), strict=False)  # they are the first, see `_bind_loose`
-            formals = {array.name: array for array in self.outputs}
-            made |= {name: formals[name].copy_of(value, _read) for name, value in loose}
-        return made | {output: self._bound[name][1] for output, name in self.donated.items()}
+        memory = self._open()
+        return memory.results() if isinstance(memory, DeviceMemory) else memory.results(copy)
 
     @property
     def device(self) -> DeviceMemory | None:
         """Device memory that keeps inputs between runs; None on the CPU, where the caller's arrays are the inputs."""
-        return self._device
+        return self._memory if isinstance(self._memory, DeviceMemory) else None
 
     def fetch(self, names: Sequence[str]) -> Arrays:
         """Return copies of some outputs of the last run on a device, none of them donated."""
-        if self._device is None:
+        if self.device is None:
             raise UsageError("fetch is for sessions on a device: use results on the CPU")
-        return self._device.outputs(self._loose, names)
-
-    def _from_device(self, device: DeviceMemory) -> Arrays:
-        made = self.fetch([array.name for array in self.outputs if array.name not in self.donated])
-        for output, name in self.donated.items():
-            if name in device.lying:
-                made[output] = device.lying[name].owner
-                continue
-            made[output] = device.read(name)
-            if name in self._bound:
-                np.copyto(self._bound[name][1], made[output])
-                made[output] = self._bound[name][1]
-        return made
+        return self.device.outputs(names)
 
     def close(self) -> None:
         """Free the slab and onnxruntime's session; views of the slab must not be used afterwards."""
         with self.lock:
-            self._binding = self._session = self._device = None
-            self._views, self._bound = {}, {}
-            self._slab = np.empty(0, np.uint8)
+            self._binding = self._session = self._memory = None
             heap.trim()
 
     def __del__(self) -> None:
@@ -333,103 +313,23 @@ class Session:
             raise UsageError("only a session opened from a path can be pickled: save the model first")
         return _reopen, self._again
 
-    def _bind_outputs(self, step: SessionPlan) -> None:
-        """Bind the values in the slab to their addresses."""
-        base = self._slab.ctypes.data
-        outputs = {array.name for array in step.outputs}
-        for place in step.places:
-            kind: Any = place.element_type
-            self._binding.bind_output(place.name, "cpu", 0, kind, place.shape, base + place.offset)
-            if place.name in outputs:
-                dtype = np.dtype(place.dtype_name)
-                data = self._slab[place.offset : place.offset + dtype.itemsize * int(np.prod(place.shape))]
-                self._views[place.name] = data.view(dtype).reshape(place.shape)
-
-    def _bind_inputs(self, feeds: Mapping[str, Any]) -> None:
-        if self._session is None:
-            raise UsageError("the session is closed")
+    def _check_names(self, feeds: Mapping[str, Any]) -> None:
+        """Raise UsageError for an unknown input, and for another value of one that decides shapes."""
         for name in feeds:
-            if name not in self._formals:
-                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._formals)}")
+            if name not in self._names:
+                raise UsageError(f"the model has no input {name!r}: it has {', '.join(self._names)}")
         for name, default in self._step.shaping.items():
             if name in feeds and np.asarray(feeds[name]).tolist() != default:
                 raise UsageError(
                     f"input {name!r} decides shapes, for which the session was planned with its default {default}: "
                     "leave it out, or change the default and open the model again"
                 )
-        if self._device is not None:
-            self._check_complete({*feeds, *self._device.fed})
-            self._feed_device(self._device, feeds)
-            return
-        self._check_complete(feeds)
-        if not feeds.keys() >= self._bound.keys():  # an input with a default was given before
-            self._binding.clear_binding_inputs()
-            self._bound = {}
-        renewed = {name: output for output, name in self.donated.items()}
-        new = {  # an array's shape can be changed in place
-            name: value
-            for name, value in feeds.items()
-            if self._bound.get(name, _UNBOUND)[1] is not value or value.shape != self._formals[name].shape
-        }
-        arrays = {name: _checked(self._formals[name], value, name in renewed) for name, value in new.items()}
-        self._check_memory(arrays, renewed)
-        for name, array in arrays.items():
-            formal, address = self._formals[name], array.ctypes.data
-            if self._bound.get(name, _UNBOUND)[0] != address:
-                self._bound[name] = _UNBOUND  # should an interrupt come now, the next run binds both
-                self._binding.bind_input(name, "cpu", 0, formal.element_type, formal.shape, address)
-                if name in renewed:
-                    self._binding.bind_output(renewed[name], "cpu", 0, formal.element_type, formal.shape, address)
-            self._bound[name] = address, array
 
     def _check_complete(self, given: Container[str]) -> None:
         """Raise UsageError for an input that has neither a value nor a default."""
-        for name in self._formals:
+        for name in self._names:
             if name not in given and name not in self._step.defaults:
                 raise UsageError(f"no value for input {name!r}")
-
-    def _check_memory(self, new: Mapping[str, npt.NDArray[Any]], renewed: Container[str]) -> None:
-        """Raise UsageError if an array lies in the slab, or one that is renewed shares memory with another."""
-        moved = {
-            name: array
-            for name, array in new.items()
-            if name not in self._bound or self._bound[name][0] != array.ctypes.data
-        }
-        if not moved:
-            return
-        base, end = self._slab.ctypes.data, self._slab.ctypes.data + self._slab.size
-        for name, array in moved.items():
-            if array.nbytes and base < array.ctypes.data + array.nbytes and array.ctypes.data < end:
-                raise UsageError(f"input {name!r} is a view of a result, which the step overwrites: pass a copy")
-        held = {name: array for name, (_, array) in self._bound.items()} | dict(new)
-        check_apart(((a.ctypes.data, a.nbytes, name) for name, a in held.items()), renewed, "pass a copy of one")
-
-    def _feed_device(self, device: DeviceMemory, feeds: Mapping[str, Any]) -> None:
-        """Copy the host's arrays to the device, and bind the device's where they lie, unless addresses are fixed."""
-        renewed = set(self.donated.values())
-        given = {name: _checked(self._formals[name], value, name in renewed, True) for name, value in feeds.items()}
-        lying = {name: array for name, array in given.items() if isinstance(array, DeviceArray)}
-        for name in lying.keys() & device.on_host.keys():
-            raise UsageError(f"input {name!r} lies on the host between steps: pass an array of the host")
-        if device.fixed:
-            for name in lying.keys() & renewed:
-                raise UsageError(
-                    f"cuda_graph renews input {name!r} in the session's own memory: pass an array of the host"
-                )
-            lying = {}
-        new = {name: array for name, array in given.items() if not isinstance(array, DeviceArray)}
-        held = {name: array for name, (_, array) in self._bound.items() if name not in given} | new
-        check_apart(((a.ctypes.data, a.nbytes, name) for name, a in held.items()), renewed, "pass a copy of one")
-        device.bind(lying)
-        device.feed({name: array for name, array in given.items() if name not in lying})
-        for name in given.keys() & renewed:
-            self._bound.pop(name, None)
-            if name not in lying:
-                self._bound[name] = 0, given[name]
-
-
-_UNBOUND: tuple[int, Any] = (0, object())
-"""In place of the address and the array of an input that is not bound."""
 
 
 def seed_draws(seed: int) -> None:
@@ -483,25 +383,3 @@ def _lean_file(folder: Path) -> Path:
     home = folder / "lean"
     home.mkdir()
     return home / f"{secrets.token_hex(8)}.onnx"
-
-
-def _loose(step: SessionPlan) -> list[str]:
-    """Return the outputs that onnxruntime allocates: empty ones, inputs, weights."""
-    bound = {place.name for place in step.places}.union(step.donated)
-    return [array.name for array in step.outputs if array.name not in bound]
-
-
-def _read(address: int, array: npt.NDArray[Any]) -> None:
-    ctypes.memmove(array.ctypes.data, address, array.nbytes)
-
-
-def _checked(wanted: Array, value: Any, writable: bool, on_device: bool = False) -> Any:
-    """Return `value` as an array of numpy, or `on_device` of a device, that can be bound to an input without a copy."""
-    array = typed(wanted.name, wanted.formal, value, on_device)
-    if array.shape != wanted.shape:
-        raise UsageError(f"input {wanted.name!r} is of shape {list(wanted.shape)}, not {list(array.shape)}")
-    if isinstance(array, DeviceArray):
-        return array
-    if writable and not (isinstance(value, np.ndarray) and array.flags.c_contiguous and array.flags.writeable):
-        raise UsageError(f"input {wanted.name!r} is renewed in place: pass a contiguous, writeable array")
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)

@@ -38,8 +38,8 @@ def feeds_of(session: Any) -> dict[str, Any]:
     from onnx.helper import np_dtype_to_tensor_dtype
 
     from onnx_remat.measure.training_memory import state_for
+    from onnx_remat.session.arrays import Array
     from onnx_remat.session.interface import formal
-    from onnx_remat.session.plan_session import Array
 
     formals = ((value.name, formal(value)) for value in session.get_inputs())
     arrays = (

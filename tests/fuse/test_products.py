@@ -195,7 +195,7 @@ model = onnx.load(sys.argv[1])
 session = Session(model)
 shapes = {a.name: a.shape for a in session.inputs}
 feeds = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-session._slab[:] = 1
+session._memory.slab[:] = 1
 before = reset_peak() - resident("RssFile")
 for _ in range(5):
     session.execute(feeds)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from onnx_remat.measure import training_memory
 from onnx_remat.measure.probe import library_bytes
 from onnx_remat.measure.training_memory import state_for
-from onnx_remat.session.plan_session import Array
+from onnx_remat.session.arrays import Array
 
 
 def test_state_in_half_precision_is_small_floats_as_in_float32():

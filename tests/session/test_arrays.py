@@ -86,7 +86,7 @@ class Interrupted:
 
 def test_a_session_goes_on_after_an_interrupt():
     with Session(two_states(), donate=True) as session:
-        session._binding = Interrupted(session._binding, "new.v")
+        session._memory._binding = Interrupted(session._memory._binding, "new.v")
         feeds = {name: numbers(seed) for seed, name in enumerate("mvx")}
         wanted = feeds["v"] + feeds["m"] * feeds["x"]
         with pytest.raises(KeyboardInterrupt):

@@ -17,7 +17,7 @@ from onnx_remat import ModelError, Session, UsageError, rewrite_model
 from onnx_remat.ort.kernels.cpu import CPU
 from onnx_remat.ort.prepare import Preparation, prepare
 from onnx_remat.session import loading, plan_session
-from onnx_remat.session.plan_session import Array
+from onnx_remat.session.arrays import Array
 from onnx_remat.session.training import Loop
 from tests.support.graphs import feeds_for, mlp, model_of, run_model, same_at, same_bits, same_numbers
 from tests.support.slow import few

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from onnx_remat.session.plan_session import BY_BITS
+from onnx_remat.session.arrays import BY_BITS
 from tests.support.outcomes import LEVELS, Outcome, rewrite_outcome, session_outcome, stock
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"

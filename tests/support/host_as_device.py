@@ -89,4 +89,4 @@ class DeviceSession(Session):
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model, donate=True)
-        self._device = DeviceMemory(self._binding, self._step, "cpu")
+        self._memory = DeviceMemory(self._binding, self._step, "cpu")

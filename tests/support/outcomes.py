@@ -26,7 +26,7 @@ from onnx_remat import errors
 from onnx_remat.options import PlanningOptions
 from onnx_remat.session import plan_session
 from onnx_remat.session import session as sessions
-from onnx_remat.session.plan_session import BY_BITS
+from onnx_remat.session.arrays import BY_BITS
 from tests.support.graphs import session_of
 
 LEVELS = ("disable", "basic", "all")

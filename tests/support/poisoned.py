@@ -22,10 +22,11 @@ from onnx_remat import errors
 from onnx_remat.fuse import shim
 from onnx_remat.ir import graph
 from onnx_remat.session import kernel_file, offsets, plan_session
+from onnx_remat.session.arrays import BY_BITS, NUMPY
 from onnx_remat.session.heap import reserve
 from onnx_remat.session.lean_graph import LeanNode
 from onnx_remat.session.offsets import Offsets, Program
-from onnx_remat.session.plan_session import BY_BITS, NUMPY, SessionRequest
+from onnx_remat.session.plan_session import SessionRequest
 from onnx_remat.session.slab_layout import SlabLayout
 from tests.support.outcomes import REFUSED, RIGHT, ROUNDING, WRONG, Feeds, Outcome, difference
 
