@@ -27,9 +27,9 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def pythons() -> Iterator[tuple[str, str]]:
-    """This interpreter, and those of other supported versions that are on this machine, pyenv's included."""
+    """This interpreter, the oldest that is supported, and the newest, where they are on this machine, pyenv's too."""
     yield "{}.{}".format(*sys.version_info), sys.executable
-    for version in ("3.11", "3.12", "3.13"):
+    for version in ("3.11", "3.13"):
         if version == "{}.{}".format(*sys.version_info):
             continue
         found = [shutil.which(f"python{version}"), *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]

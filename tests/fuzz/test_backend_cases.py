@@ -1,6 +1,6 @@
 """ONNX's own backend tests, rewritten and through `Session` with every value in its slab: none comes out wrong.
 
-The default run takes some of them, ``--slow`` all; `python -m scripts.onnx_backend` prints what becomes of each.
+The default run takes some of them, ``--slow`` a third; `python -m scripts.onnx_backend` prints what becomes of each.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def test_some_of_them():
 
 
 @pytest.mark.slow
-def test_all_of_them():
+def test_a_third_of_them():
+    """All take 28 minutes of a processor, a quarter of what the slow tests take together."""
     found, counted, names = [], 0, backend_cases.names()
-    for number, answer in survivors.answers(backend_cases.try_case, range(len(names)), seconds=300):
+    for number, answer in survivors.answers(backend_cases.try_case, range(0, len(names), 3), seconds=300):
         assert not isinstance(answer, survivors.Died), f"{names[number]}: {answer}"
         counted += not isinstance(answer, str)
         found += unexpected(names[number], answer) if not isinstance(answer, str) else []
     assert not found, "\n".join(found)
-    assert counted >= 1700
+    assert counted >= 560
 
 
 def test_a_value_that_lies_where_another_is_still_read_is_seen(monkeypatch):
