@@ -411,6 +411,8 @@ def _cannot_size(graph: Graph, missing: list[str], types: Mapping[str, TypeProto
     if kind is not None and kind.WhichOneof("value") not in (None, "tensor_type"):
         form = str(kind.WhichOneof("value")).removesuffix("_type")
         return f"value {name!r}, {where}, is a {form}, whose size is not known before it runs{more}"
+    if producer is None and graph.values[name].kind == "input":
+        return f"a size of input {name!r} is open and has no name: give it one in the model, or a number"
     if producer is not None and (hint := nearest_op(graph.ops[producer].node.domain, graph.ops[producer].node.op_type)):
         more += f" (did you mean the op {hint!r}?)"
     if derived:  # a graph that ONNX Runtime made of the file, whose values and nodes may be its own

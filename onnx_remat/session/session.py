@@ -273,7 +273,7 @@ class Session:
                 with suppress(ModelError):  # what the step failed of says more
                     cuda_memory.wait()  # for copies that have begun: they read and write what the next call does
             full = any(sign in str(error) for sign in OUT_OF_MEMORY)
-            hint = on_device.what_to_do_if_full(self._limit) if full else ""
+            hint = on_device.what_to_do_if_full(self._limit) if full else _misstated(str(error))
             raise ModelError("onnxruntime failed during the step: {}{}", loading.first_line(error), hint) from error
 
     def results(self, *, copy: bool = True) -> Arrays:
@@ -330,6 +330,19 @@ class Session:
         for name in self._names:
             if name not in given and name not in self._step.defaults:
                 raise UsageError(f"no value for input {name!r}")
+
+
+def _misstated(error: str) -> str:
+    """Return the end of a message for a step that makes a value of another shape than it states; else nothing.
+
+    >>> _misstated("OrtValue provided for output 'y' of node 'n' has shape {2} but the computed output shape is {3}.")
+    "; 'y' states shape {2}, but is of shape {3}: correct it in the model"
+    """
+    found = re.search(r"for output '(.*?)' of node .* has shape (\{.*?\}) but the computed .* is (\{.*?\})", error)
+    if not found:
+        return ""
+    name, stated, made = found.groups()
+    return f"; {name!r} states shape {stated}, but is of shape {made}: correct it in the model"
 
 
 def seed_draws(seed: int) -> None:

@@ -410,6 +410,13 @@ def test_rewritten_files_have_the_shapes_of_a_whole_inference(name):
     assert facts(shapes.infer(ir, derived=True)) == facts(shapes.infer(ir))
 
 
+def test_an_input_with_a_size_that_nobody_can_give_is_refused_with_what_to_do():
+    """No `dims` can name it."""
+    model = model_of([helper.make_node("Neg", ["x"], ["y"])], {"x": [None, 4]}, {"y": None})
+    with pytest.raises(ShapeError, match="a size of input 'x' is open and has no name: give it one in the model"):
+        shapes.infer(graph.build(model))
+
+
 def test_a_graph_that_inference_sees_through_is_inferred_once(monkeypatch):
     models = asked(monkeypatch)
     compiled = prepare(mlp(), Preparation(CPU))

@@ -464,6 +464,15 @@ def test_a_node_that_fails_is_named():
         assert session.run({"x": np.ones(N, np.float32), "i": np.array([0, 63])})["y"].shape == (2, 64)
 
 
+def test_a_value_whose_stated_shape_is_wrong_is_named_with_the_right_one():
+    """ONNX Runtime's own session warns, and goes on with the shape that it computes."""
+    bounds = {"start": np.int64([0]), "end": np.int64([48])}
+    model = model_of([make("Slice", ["x", *bounds], ["y"])], {"x": [64, 64]}, {"y": [32, 64]}, bounds)
+    with Session(model, level="disable") as session, pytest.raises(ModelError) as refused:
+        session.run({"x": np.ones([64, 64], np.float32)})
+    assert str(refused.value).endswith("; 'y' states shape {32,64}, but is of shape {48,64}: correct it in the model")
+
+
 def test_another_order_is_refused(monkeypatch, tmp_path):
     from onnx_remat.ort import runtime
 
