@@ -56,6 +56,17 @@ def _none_of_none(s: RuleInput, gradient: ir.Value) -> ir.Value:
     return s.t.select(s.t.compare("Equal", s.g, zero), zero, gradient)
 
 
+@rule("Mod")
+def mod(s: RuleInput) -> Grads:
+    """Return the adjoints of x - q b, where the whole number q = (x - y) / b is constant between jumps."""
+    t, x, b = s.t, s.x(0), s.x(1)
+
+    def to_divisor() -> ir.Value:
+        return _to(s, t.neg(t.mul(s.g, t.unary("Round", t.div(t.sub(x, s.y), b)))), 1)
+
+    return {0: lambda: _to(s, s.g, 0), 1: to_divisor}
+
+
 @rule("Pow")
 def power(s: RuleInput) -> Grads:
     t, a, b = s.t, s.x(0), s.x(1)
@@ -285,6 +296,10 @@ def _thresholded_relu(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Val
     return t.cast(t.compare("Greater", x, t.scalar(s.attribute("alpha"), x)), s.dtype())
 
 
+def _shrink(s: RuleInput, t: Tape, x: ir.Value, y: ir.Value) -> ir.Value:
+    return t.cast(t.compare("Greater", t.unary("Abs", x), t.scalar(s.attribute("lambd"), x)), s.dtype())
+
+
 SLOPES: dict[str, Slope] = {
     "Neg": lambda s, t, x, y: t.scalar(-1, x),
     "Abs": lambda s, t, x, y: t.unary("Sign", x),
@@ -294,6 +309,7 @@ SLOPES: dict[str, Slope] = {
     "Selu": _elu,
     "Celu": _celu,
     "ThresholdedRelu": _thresholded_relu,
+    "Shrink": _shrink,
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": _hard_swish,
     "Mish": _mish,

@@ -88,13 +88,20 @@ def scatter_nd(s: RuleInput) -> Grads:
 
 @rule("GatherND")
 def gather_nd(s: RuleInput) -> Grads:
-    t = s.t
-    if s.attribute("batch_dims"):
-        s.refuse("batch_dims is not supported")
+    t, batch = s.t, s.attribute("batch_dims")
+
+    def places() -> ir.Value:
+        """Return the indices, each behind its own coordinates in the batch."""
+        if not batch:
+            return s.x(1)
+        *outer, depth = s.known_shape(1)
+        own = np.moveaxis(np.indices(outer[:batch]), 0, -1).reshape(*outer[:batch], *(1 for _ in outer[batch:]), batch)
+        grid = t.expand(t.constant(own.astype(np.int64)), (*outer, batch))
+        return t.op("Concat", grid, s.x(1), shape=(*outer, batch + depth), axis=-1)
 
     def gradient() -> ir.Value:
         zeros, g = t.zeros(s.shape(), sum_type(s.full)), t.cast(s.full, sum_type(s.full))
-        return t.cast(t.op("ScatterND", zeros, s.x(1), g, shape=s.shape(), reduction="add"), s.dtype())
+        return t.cast(t.op("ScatterND", zeros, places(), g, shape=s.shape(), reduction="add"), s.dtype())
 
     return {0: gradient}
 
@@ -240,6 +247,13 @@ def depth_to_space(s: RuleInput) -> Grads:
 @rule("Tile")
 def moved(s: RuleInput) -> Grads:
     return {0: lambda: by_indices(s)}
+
+
+@rule("ReverseSequence")
+def reverse_sequence(s: RuleInput) -> Grads:
+    """Return the adjoint of ReverseSequence, which undoes itself."""
+    attributes = {name: a.value for name, a in s.node.attributes.items()}
+    return {0: lambda: s.t.op("ReverseSequence", s.full, s.x(1), shape=s.shape(), **attributes)}
 
 
 @rule("Trilu")

@@ -45,6 +45,15 @@ def max_pool(s: RuleInput) -> Grads:
     return {0: gradient}
 
 
+@rule("MaxUnpool")
+def max_unpool(s: RuleInput) -> Grads:
+    """Return the adjoint of MaxUnpool: the entries at its indices, which number those of the whole result."""
+    t = s.t
+    if s.has(2):
+        s.refuse("an output_shape is not supported")
+    return {0: lambda: t.op("Gather", t.reshape(s.full, (t.product(dims(s.y)),)), s.x(1), shape=s.shape(), axis=0)}
+
+
 @rule("AveragePool")
 def average_pool(s: RuleInput) -> Grads:
     how = geometry(s, s.attribute("kernel_shape"))

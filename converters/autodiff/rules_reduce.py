@@ -70,6 +70,24 @@ def reduce_norm(s: RuleInput) -> Grads:
     return {0: gradient}
 
 
+@rule("ReduceProd")
+def reduce_product(s: RuleInput) -> Grads:
+    """Return the adjoint of ReduceProd: the product of the other elements, also where some are zero."""
+    t, x = s.t, s.x()
+
+    def gradient() -> ir.Value:
+        axes = _axes(s)
+        zero, one = t.scalar(0, x), t.scalar(1, x)
+        is_zero = t.compare("Equal", x, zero)
+        product = t.reduce("ReduceProd", t.select(is_zero, one, x), axes)
+        zeros = t.sum(t.cast(is_zero, s.dtype()), axes)
+        alone = t.select(t.compare("Equal", zeros, one), product, zero)
+        others = t.select(is_zero, alone, t.select(t.compare("Equal", zeros, zero), t.div(product, x), zero))
+        return t.mul(_spread(s, s.g, axes), others)
+
+    return {0: gradient}
+
+
 @rule("CumSum")
 def cumulative_sum(s: RuleInput) -> Grads:
     """Return the adjoint of CumSum: a CumSum from the other end."""

@@ -66,6 +66,17 @@ def test_a_row_of_zeros_has_no_gradient(op):
     np.testing.assert_allclose(found["grad.w"], w.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+def test_a_product_with_zeros_has_the_gradient_of_the_others(zeros):
+    w = np.float32([2, -3, 0.5, 4])
+    w[:zeros] = 0
+    nodes = [node("ReduceProd", ["w"], ["p"], keepdims=0), node("Mul", ["p", "x"], ["y"])]
+    found = outputs_of(
+        step_of(forward(nodes, {"x": []}, {"w": w}), check=False), {"x": np.array(3, np.float32)}, {"w": w}
+    )
+    np.testing.assert_allclose(found["grad.w"], [3 * np.prod(np.delete(w, i)) for i in range(4)])
+
+
 def gradient_of(nodes, w, x, constants=None, convention="tensorflow"):
     """The gradient of the sum of h(w) * x."""
     ends = [node("Mul", ["h", "x"], ["m"]), node("ReduceSum", ["m"], ["y"], keepdims=0)]
