@@ -84,6 +84,18 @@ def _kept(_: Any, p: float, __: Any = True) -> tuple[float, float]:
     return 1 - p, math.sqrt(p * (1 - p))
 
 
+def _order(n: int, **_: Any) -> tuple[float, float]:
+    return (n - 1) / 2, math.sqrt((n * n - 1) / 12)
+
+
+def _places(weights: torch.Tensor, *_: Any, **__: Any) -> tuple[float, float]:
+    shares = weights.double() / weights.double().sum(-1, keepdim=True)
+    places = torch.arange(weights.shape[-1], dtype=torch.float64)
+    mean = shares @ places
+    spread = shares @ places.square() - mean.square()
+    return float(mean.mean()), float(spread.mean().sqrt())
+
+
 DRAWS: dict[Any, Moments] = {
     aten.native_dropout.default: _kept,
     aten.bernoulli.p: _coin,
@@ -104,6 +116,8 @@ DRAWS: dict[Any, Moments] = {
     aten.normal.Tensor_Tensor: _normals,
     aten.normal.float_float: lambda mean, std, *_, **__: (mean, std),
     aten.exponential_.default: _exponential,
+    aten.randperm.default: _order,
+    aten.multinomial.default: _places,
 }
 """Random operators: mean and standard deviation of an element, from the operator's arguments."""
 

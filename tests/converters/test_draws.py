@@ -36,6 +36,12 @@ DRAWS = {
     "normal about means": lambda x: x * 0.1 + torch.normal(x, 0.1),
     "normal of deviations": lambda x: x + torch.normal(1.0, x.abs()),
     "normal of rows": lambda x: x * torch.distributions.Normal(x[:, :1], x.abs()[:1] + 1).sample(),
+    "uniform": lambda x: x + torch.empty_like(x).uniform_(-1, 3),
+    "uniform in place": lambda x: (x * 2).uniform_(1, 2) * x,
+    "Laplace": lambda x: torch.distributions.Laplace(x, 1.0).rsample(),
+    "order": lambda x: x[torch.randperm(64)] + x,
+    "places": lambda x: x * torch.multinomial(x.softmax(-1), 32, replacement=True),
+    "place": lambda x: x.gather(1, torch.multinomial(x.detach().exp(), 1)) + x,
     "noise": lambda x: x + torch.randn_like(x),
     "a mask of one's own": lambda x: x * (torch.rand_like(x) > 0.3),
 }
@@ -86,6 +92,12 @@ def test_a_draw_that_no_step_can_make_is_refused_with_its_line():
     model = Drawing(lambda x: x + torch.poisson(x.abs()), frozen=True)
     with pytest.raises(ConversionError, match=r"aten.poisson.*at .*test_draws.py.*draw with torch.rand"):
         export_training_step(model, (torch.randn(8, 16), torch.zeros(8).long()), F.cross_entropy)
+
+
+def test_samples_that_are_not_put_back_are_refused_without_a_check_too():
+    model = Drawing(lambda x: x * torch.multinomial(x.softmax(-1), 32), frozen=True)
+    with pytest.raises(ConversionError, match=r"without replacement.*pass replacement=True"):
+        export_training_step(model, (torch.randn(8, 16), torch.zeros(8).long()), F.cross_entropy, check=False)
 
 
 NOISY = """<ir_version: 10, opset_import: ["" : 20]>

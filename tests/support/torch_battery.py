@@ -442,6 +442,31 @@ CASES |= {
     "rrelu": (Fn(lambda x: F.rrelu(x, training=True)), seq()),
 }
 
+NUMBER = torch.tensor(1.5)
+NUMBERS = {
+    "max_of_number": lambda x: x.max(0)[0],
+    "topk_of_number": lambda x: x.topk(1)[0],
+    "gather_of_number": lambda x: x.gather(0, torch.tensor([0, 0, 0])),
+    "scatter_to_number": lambda x: torch.zeros(()).scatter(0, torch.tensor(0), x),
+    "scatter_sum_to_number": lambda x: torch.ones(()).scatter_reduce(0, torch.tensor(0), x, "sum") * x,
+    "squeeze_of_number": lambda x: x.squeeze((0,)),
+}
+"""Functions along the axis that a single number does not have: torch takes it as a row of one."""
+
+CASES |= {name: (Fn(f), NUMBER) for name, f in NUMBERS.items()} | {
+    "squeeze_nothing": (Fn(lambda x: x.squeeze((0, 2))), seq()),
+    "take": (Fn(lambda x: x.take(torch.tensor([[3, -1], [3, 77]]))), seq()),
+    "put": (Fn(lambda x: x.put(torch.tensor([3, -1, 77]), x[0, 1, 3:6])), seq()),
+    "put_more": (Fn(lambda x: x.put(torch.tensor([3, -1, 3]), x[0, 1, 3:6], accumulate=True)), seq()),
+    "index_reduce": (Fn(lambda x: x.index_reduce(1, torch.tensor([2, 1, 2]), x[:, :3] * 2, "mean")), seq()),
+    "stable_sort": (Fn(lambda x: x.relu().sort(dim=1, descending=True, stable=True)[0]), seq()),
+    "repeats": (Fn(lambda x: x.repeat_interleave(torch.arange(10) % 3, 1, output_size=9)), seq()),
+    "copysign": (Fn(lambda x, s: x.copysign(s) + x.copysign(-2.0)), (seq(), seq())),
+    "sign_of_zeros": (Fn(lambda x: x.copysign(torch.tensor([0.0, -0.0, 1.0, -1.0]))), randn(4)),
+    "soft_margin_far": (Fn(lambda x: F.soft_margin_loss(x, torch.tensor(1.0))), torch.tensor(12.0)),
+}
+"""What torch's own tests of its operators showed."""
+
 REFUSED = {
     "fft": (Fn(lambda x: torch.fft.rfft(x).abs()), seq()),
     "batchnorm.py": (nn.BatchNorm2d(4, momentum=None), img()),  # where Python reads a counter

@@ -19,6 +19,22 @@ def fmax(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where((x >= y) | y.isnan(), x, y)
 
 
+@rule(aten.signbit.default)
+def signbit(x: torch.Tensor) -> torch.Tensor:
+    """Of the zeros, that of minus zero: its reciprocal is negative. Of NaN, none."""
+    if not x.is_floating_point():
+        return x < 0
+    return (x < 0) | ((x == 0) & (x.reciprocal() < 0))
+
+
+@rule(aten.copysign.Tensor, aten.copysign.Scalar)
+def copysign(x: torch.Tensor, sign: torch.Tensor | float) -> torch.Tensor:
+    """The magnitude of one, the sign of the other."""
+    if not isinstance(sign, torch.Tensor):
+        return x.abs() * math.copysign(1.0, sign)
+    return torch.where(signbit(sign), -x.abs(), x.abs())
+
+
 @rule(aten.fmin.default)
 def fmin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The smaller, or the one that is a number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -149,6 +150,9 @@ def scatter_reduce(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> torch.Tensor:
     """Means, and what leaves out x itself: ONNX has neither. ONNX Runtime has no extremes of bools."""
+    if not x.dim() and index.numel() == 1:
+        row, index, source = x.reshape([1]), index.reshape([1]), source.reshape([1])
+        return aten.scatter_reduce(row, 0, index, source, reduce, include_self=include_self).reshape([])
     if x.dtype == torch.bool and reduce in ("amax", "amin"):
         return aten.scatter_reduce(
             x, dim, index, source, "sum" if reduce == "amax" else "prod", include_self=include_self
@@ -229,6 +233,91 @@ def median(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tens
     first = lost.to(torch.float32).argmax(dim, keepdim)  # CUDA has a kernel for floats alone
     has_lost = lost.any(dim, keepdim)
     return torch.where(has_lost, math.nan, value), torch.where(has_lost, first, index)
+
+
+@rule(aten.index_reduce.default)
+def index_reduce(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    """As `scatter_reduce`, of whole slices."""
+    if not x.dim():
+        return scatter_reduce(x, dim, index, source, reduce, include_self=include_self)
+    places = index.reshape([-1 if axis == dim % x.dim() else 1 for axis in range(x.dim())]).expand(source.shape)
+    return aten.scatter_reduce(x, dim, places, source, reduce, include_self=include_self)
+
+
+@rule(aten.take.default)
+def take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Of the elements one after the other; negative places count from the end."""
+    return x.flatten().index_select(0, _from_start(index, x.numel())).reshape(index.shape)
+
+
+@rule(aten.put.default)
+def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """As `take`."""
+    places, flat = _from_start(index, x.numel()), x.flatten()
+    write = flat.scatter_add if accumulate else flat.scatter
+    return write(0, places, source.flatten()).reshape(x.shape)
+
+
+def _from_start(index: torch.Tensor, count: int) -> torch.Tensor:
+    index = index.flatten()
+    return torch.where(index < 0, index + count, index)
+
+
+@rule(aten.repeat_interleave.Tensor)
+def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    """Each place as often as `repeats` says, where the caller says how many there are."""
+    if output_size is None:
+        return NotImplemented
+    return searchsorted(repeats.cumsum(0), torch.arange(output_size), right=True)
+
+
+@rule(aten.sort.stable)
+def sort(
+    x: torch.Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of equal elements ONNX, too, has the first one first."""
+    return aten.sort(x, dim, descending)
+
+
+@rule(aten.squeeze.dims)
+def squeeze(x: torch.Tensor, dim: Sequence[int]) -> torch.Tensor:
+    """Where no axis is squeezed, torch's decomposition ends in an operator that ONNX lacks."""
+    left_out = {axis % max(x.dim(), 1) for axis in dim}
+    return x.view([size for axis, size in enumerate(x.shape) if axis not in left_out or size != 1])
+
+
+@rule(aten.topk.default)
+def topk(x: torch.Tensor, k: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a single number, along the axis that it does not have: the number itself, as below."""
+    if x.dim() or k != 1:
+        return NotImplemented
+    return x.clone(), torch.zeros([], dtype=torch.int64)
+
+
+@rule(aten.gather.default)
+def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> torch.Tensor:
+    """Of a single number."""
+    return NotImplemented if x.dim() else x.expand(index.shape)
+
+
+@rule(aten.scatter.src)
+def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Into a single number."""
+    return NotImplemented if x.dim() or index.numel() != 1 else source.reshape([])
+
+
+@rule(aten.scatter.value)
+def scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> torch.Tensor:
+    """Into a single number."""
+    return NotImplemented if x.dim() or index.numel() != 1 else torch.full_like(x, value)
+
+
+@rule(aten.scatter_add.default)
+def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Into a single number."""
+    return NotImplemented if x.dim() else x + source.flatten()[: index.numel()].sum()
 
 
 @rule(aten.prod.dim_int)
