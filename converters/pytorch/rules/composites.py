@@ -284,6 +284,12 @@ def ctc_loss(
     return made.sum() if reduction == "sum" else made
 
 
+def linear_cross_entropy(*args: Any, options: Any = None, **named: Any) -> torch.Tensor:
+    """Without chunks of torch's own: `passes.loss_in_parts` and the planner decide what exists at once."""
+    made: torch.Tensor = F.linear_cross_entropy(*args, **named)
+    return made
+
+
 _NEVER = -1e30  # a logarithm of zero that can be computed with
 
 
@@ -309,6 +315,8 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     old_weight_norm: weight_norm,
     **CHECKED,
 }
+if hasattr(F, "linear_cross_entropy"):  # not in torch 2.9
+    COMPOSITES[F.linear_cross_entropy] = linear_cross_entropy
 
 
 def rrelu(
