@@ -40,6 +40,7 @@ from torch.fx.experimental.symbolic_shapes import (  # sizes that vary
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.nn.modules import transformer
 from torch.onnx._internal.exporter import _decomp, _registration
 from torch.onnx._internal.fx.passes import type_promotion
 from torch.utils import _pytree as pytree  # structures of arguments, flat and back
@@ -80,6 +81,7 @@ __all__ = [
     "unvalidated",
     "was_changed",
     "without_checkpoints",
+    "without_comparison_of_masks",
     "without_replicas",
     "without_translation",
 ]  # fmt: skip
@@ -169,6 +171,17 @@ def without_replicas() -> Iterator[None]:
         return self.module(*positional, **keyword)
 
     with patch.object(torch.nn.DataParallel, "forward", forward):
+        yield
+
+
+@contextmanager
+def without_comparison_of_masks() -> Iterator[None]:
+    """Let `torch.nn.Transformer` take a mask as it is: it would read whether it is causal, for a faster kernel."""
+
+    def is_causal(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    with patch.object(transformer, "_detect_is_causal_mask", is_causal):
         yield
 
 

@@ -33,6 +33,7 @@ from .private_torch import (
     traceback,
     unvalidated,
     without_checkpoints,
+    without_comparison_of_masks,
     without_replicas,
 )
 from .program import capture, make_inputs
@@ -233,6 +234,7 @@ def eager_kernels() -> Iterator[None]:
         unvalidated(),
         without_checkpoints(),
         without_replicas(),
+        without_comparison_of_masks(),
         enable_python_dispatcher(),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.mkldnn.flags(enabled=False),  # recurrent layers in parts; convolutions as exact as the step's

@@ -466,6 +466,10 @@ CASES |= {name: (Fn(f), NUMBER) for name, f in NUMBERS.items()} | {
     "soft_margin_far": (Fn(lambda x: F.soft_margin_loss(x, torch.tensor(1.0))), torch.tensor(12.0)),
 }
 """What torch's own tests of its operators showed."""
+CASES["encoder_masked"] = (
+    nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 1),
+    (seq(), nn.Transformer.generate_square_subsequent_mask(10)),
+)
 if hasattr(F, "linear_cross_entropy"):
     chunked = nn.LinearCrossEntropyOptions(batch_chunk_size=4)
     made = nn.LinearCrossEntropyLoss(8, 20, bias=True, ignore_index=3, options=chunked)
