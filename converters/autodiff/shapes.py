@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_remat.errors import ConversionError, UsageError
-from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.light import without_weights
 from onnx_remat.messages import Setting
 from onnx_remat.ort import runtime
 

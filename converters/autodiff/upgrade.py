@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 from onnx_remat.errors import ConversionError, ModelError, OnnxRematError
 from onnx_remat.ir.expand import expand
 from onnx_remat.ir.graph import build
-from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.light import without_weights
+from onnx_remat.ir.old_axes import positive
 from onnx_remat.ir.opsets import one_name_for_the_standard, opset_of
 from onnx_remat.messages import first_line
 
@@ -53,6 +54,7 @@ def load(source: Source) -> ir.Model:
         standard = opset_of(proto)
         proto = _by_definition(proto, standard)
         _check(proto)
+        proto = positive(proto)
         if standard < OLDEST:
             proto = onnx.version_converter.convert_version(_aligned(proto, standard), UPGRADED)
         settings = [name for name, value in initial_values(ir.from_proto(proto).graph) if is_setting(value)]

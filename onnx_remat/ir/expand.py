@@ -15,7 +15,7 @@ from onnx import inliner, shape_inference
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import batch_norm, large_windows, native
 from onnx_remat.ir.body import names_in, rename_captures
-from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.naming import Unused
 from onnx_remat.ir.opsets import canonical, opset_of
 from onnx_remat.ir.training_ops import with_stand_ins

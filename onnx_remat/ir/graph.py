@@ -16,7 +16,7 @@ from onnx_remat.ir import native
 from onnx_remat.ir.body import bodies, defined_in
 from onnx_remat.ir.constant_nodes import tensor_of
 from onnx_remat.ir.expand import Ops, expand
-from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.op_semantics import nearest_op, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, one_name_for_the_standard, opsets_of
 

@@ -15,10 +15,9 @@ from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import external_data, large_files
 from onnx_remat.ir.body import out_of_body
 from onnx_remat.ir.dtypes import tensor_bytes
+from onnx_remat.ir.light import INLINE_LIMIT
+from onnx_remat.ir.old_axes import positive
 from onnx_remat.ir.opsets import one_name_for_the_standard
-
-INLINE_LIMIT = 1024
-"""Bytes of initializers whose contents analyses see, as they may determine shapes; of larger ones only the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def _checked(loaded: Source, real: Path | None = None) -> Source:
     if loaded.folder is not None:
         external_data.read_small(loaded.model, loaded.folder, INLINE_LIMIT)
     step = out_of_body(loaded.model)
-    return replace(loaded, model=one_name_for_the_standard(step), in_body=step is not loaded.model, data=data)
+    return replace(loaded, model=positive(one_name_for_the_standard(step)), in_body=step is not loaded.model, data=data)
 
 
 def name_of(given: Model) -> str:
@@ -116,34 +115,6 @@ def _parse(data: bytes | Path, what: str) -> onnx.ModelProto:
 def weight_bytes(model: onnx.ModelProto) -> int:
     """Return the bytes of all initializers, wherever they are stored."""
     return sum(tensor_bytes(tensor.data_type, tensor.dims) for tensor in model.graph.initializer)
-
-
-def without_weights(model: onnx.ModelProto, nodes: Sequence[onnx.NodeProto] | None = None) -> onnx.ModelProto:
-    """Return a copy in which large initializers are typed graph inputs: enough for analyses, without the weights.
-
-    With `nodes`, the copy has these nodes of the model alone, and states nothing of what others make.
-    """
-    light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-    light.functions.extend(model.functions)
-    light.metadata_props.extend(model.metadata_props)
-    graph = light.graph
-    graph.name = model.graph.name or "graph"
-    for field in ("node", "input", "output", "value_info") if nodes is None else ("input",):
-        getattr(graph, field).extend(getattr(model.graph, field))
-    if nodes is not None:
-        graph.node.extend(nodes)
-        made = {name for node in nodes for name in node.output}
-        for field in ("output", "value_info"):
-            getattr(graph, field).extend(value for value in getattr(model.graph, field) if value.name in made)
-    known = {value.name for value in graph.input}
-    for tensor in model.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() <= INLINE_LIMIT:
-            graph.initializer.append(tensor)
-        elif tensor.name not in known:
-            graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    for sparse in model.graph.sparse_initializer:  # the runtime stores them dense, under this name
-        graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, sparse.values.data_type, sparse.dims))
-    return light
 
 
 def save(

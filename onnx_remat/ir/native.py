@@ -91,7 +91,7 @@ def do_infer(data: bytes, data_prop: bool, strict: bool) -> tuple[bool, bytes]:
                 again = inferred
             types |= stated(again)
     except REFUSALS as error:
-        raise ModelError(f"ONNX shape inference refuses the model: {_first_line(error)}") from error
+        raise ModelError(f"ONNX shape inference refuses the model: {first_line(error)}") from error
     made = onnx.GraphProto()
     made.value_info.extend(onnx.ValueInfoProto(name=name, type=kind) for name, kind in types.items())
     for dim in _dims(made):
@@ -247,7 +247,7 @@ def reason(error: Exception) -> str:
     return "ONNX's inliner fails on it" if re.search(r"\bassert", text, re.IGNORECASE) else text[:200]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first informative line of an error."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if len(line.split()) > 3), type(error).__name__)

@@ -16,8 +16,8 @@ from onnx_remat.ir import native, sequences, shape_arithmetic
 from onnx_remat.ir.dims import bind, check_dims, symbols_of, typed_values
 from onnx_remat.ir.dtypes import tensor_bytes
 from onnx_remat.ir.graph import Graph, captures, is_constant
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.metadata import SHAPES_KEY, TAG, entries
-from onnx_remat.ir.model_io import without_weights
 from onnx_remat.ir.op_semantics import is_elementwise, nearest_op
 from onnx_remat.ir.training_ops import with_stand_ins
 from onnx_remat.messages import Message, Setting

@@ -14,6 +14,7 @@ from onnx_remat.errors import VerificationError
 from onnx_remat.ir import model_io, native, shapes
 from onnx_remat.ir.body import into_body
 from onnx_remat.ir.graph import build
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.shapes import Tensor
 from onnx_remat.measure import fixed_draws, processes, training_memory
 from onnx_remat.measure.comparison import compare
@@ -83,9 +84,7 @@ def check(original: onnx.ModelProto, rewritten: onnx.ModelProto) -> None:
         A check fails.
     """
     # The checker may reject the original too, because of custom domains for example: that is no fault of the rewrite.
-    if (why := native.check(_standard(model_io.without_weights(rewritten)))) and not native.check(
-        model_io.without_weights(original)
-    ):
+    if (why := native.check(_standard(without_weights(rewritten)))) and not native.check(without_weights(original)):
         raise VerificationError(f"the rewritten model is not valid ONNX: {why}")
     for what in ("input", "output"):
         before, after = getattr(original.graph, what), getattr(rewritten.graph, what)

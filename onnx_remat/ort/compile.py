@@ -17,7 +17,7 @@ from onnx_remat.ir.body import bytes_in_bodies
 from onnx_remat.ir.dropout import is_product, is_random_node
 from onnx_remat.ir.dtypes import bits
 from onnx_remat.ir.graph import INITIALIZER, NODE, Graph, Op, attributes, blames_the_node, build, constants
-from onnx_remat.ir.model_io import without_weights
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.op_semantics import SPLIT, overwritten, semantics
 from onnx_remat.ir.opsets import STANDARD, STANDARD_DOMAINS, canonical, opset_of, opsets_of
 from onnx_remat.ir.shapes import Tensor, infer

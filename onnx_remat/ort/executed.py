@@ -13,6 +13,7 @@ import onnx
 
 from onnx_remat.errors import ModelError
 from onnx_remat.ir import model_io, shapes
+from onnx_remat.ir.light import INLINE_LIMIT, without_weights
 from onnx_remat.ir.opsets import STANDARD_DOMAINS
 from onnx_remat.ir.shapes import Dim
 from onnx_remat.memory import buffers
@@ -240,13 +241,13 @@ def _optimized_without_weights(
     they are initializers again, without contents.
     """
     compiled = prepare_for_simulation(model, stated)
-    light = model_io.without_weights(shapes.declared(model))
+    light = without_weights(shapes.declared(model))
     inputs = {value.name: value for value in model.graph.input}
     weights = {value.name: None for value in light.graph.input if value.name not in inputs}
     folded: set[str] = set()
     for op in compiled.graph.ops:
         made = [(compiled.graph.values[name], compiled.tensors[name]) for name in op.writes]
-        large = all(tensor.nbytes > model_io.INLINE_LIMIT and not value.is_output for value, tensor in made)
+        large = all(tensor.nbytes > INLINE_LIMIT and not value.is_output for value, tensor in made)
         if compiled.table.foldable[op.index] and large and any(name in weights for name in op.reads):
             weights |= dict.fromkeys(op.writes)
             folded.update(op.writes)

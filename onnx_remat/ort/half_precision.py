@@ -44,7 +44,7 @@ def has_halves(model: onnx.ModelProto) -> bool:
 
 
 def as_floats(light: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose large weights are inputs (`model_io.without_weights`) in float32; every node gets a name."""
+    """Return a model whose large weights are inputs (`light.without_weights`) in float32; every node gets a name."""
     shown = onnx.ModelProto()
     shown.CopyFrom(light)
     _to_floats(shown.graph)

@@ -19,6 +19,7 @@ from onnx_remat import files, messages
 from onnx_remat.errors import ModelError, OnnxRematError
 from onnx_remat.ir import external_data, model_io
 from onnx_remat.ir.body import unshadow
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ort import libraries
 from onnx_remat.process.child import Limit
 from onnx_remat.process.worker import ask
@@ -195,7 +196,7 @@ def _load(source: str | bytes, options: Any, providers: Sequence[str], without: 
 
 def limit(model: onnx.ModelProto, provider: str = HOST[0]) -> Limit:
     """Return the limit of time and memory for loading a model in ONNX Runtime."""
-    size = model_io.weight_bytes(model) + model_io.without_weights(model).ByteSize()
+    size = model_io.weight_bytes(model) + without_weights(model).ByteSize()
     device = Limit(_DEVICE_SECONDS, _DEVICE_BYTES) if provider not in HOST else Limit(0.0, 0)
     return Limit(
         _SECONDS + len(model.graph.node) / _NODES_PER_SECOND + device.seconds, _BYTES + _COPIES * size + device.bytes

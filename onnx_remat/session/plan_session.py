@@ -366,6 +366,7 @@ def _shaping(step: model_io.Model, dims: Mapping[str, int]) -> dict[str, list[An
 
     from onnx_remat.ir import graph, model_io, shape_arithmetic, shapes
     from onnx_remat.ir.dims import with_planned
+    from onnx_remat.ir.light import without_weights
     from onnx_remat.ort.shape_askers import SHAPE_ASKERS
 
     model = model_io.load(step).model
@@ -375,7 +376,7 @@ def _shaping(step: model_io.Model, dims: Mapping[str, int]) -> dict[str, list[An
     numbers = {n: t for n, t in stated.items() if t.data_type in whole and math.prod(t.dims) <= shape_arithmetic.MOST}
     if not numbers:
         return {}
-    without = model_io.without_weights(model)
+    without = without_weights(model)
     kept = [tensor for tensor in without.graph.initializer if tensor.name not in numbers]
     del without.graph.initializer[:]
     without.graph.initializer.extend(kept)

@@ -22,8 +22,8 @@ import onnx
 from onnx import TensorProto
 
 from onnx_remat.errors import ModelError, VerificationError
-from onnx_remat.ir import model_io
 from onnx_remat.ir.graph import captures
+from onnx_remat.ir.light import without_weights
 from onnx_remat.ir.shapes import UNSEEN
 from onnx_remat.ort import runtime
 from onnx_remat.ort.prepare import Compiled
@@ -106,7 +106,7 @@ class Direct:
 
 
 def _loaded(model: onnx.ModelProto) -> onnx.ModelProto:
-    return runtime.optimized(model_io.without_weights(model), None, "disable")
+    return runtime.optimized(without_weights(model), None, "disable")
 
 
 def differing(before: onnx.ModelProto, after: onnx.ModelProto, origin: Mapping[str, str]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from onnx_remat import files
 from onnx_remat.app import cli
 from onnx_remat.errors import ModelError, UsageError
 from onnx_remat.ir import external_data, graph, large_files, model_io, shapes
+from onnx_remat.ir.light import without_weights
 from onnx_remat.split import split_step
 from tests.support.graphs import mlp, model_of
 
@@ -221,7 +222,7 @@ def test_weights_are_left_out_of_what_analyses_copy():
         [make("MatMul", ["x", "w"], ["h"]), make("Reshape", ["h", "shape"], ["y"])], {"x": [2, 300]}, {"y": [600]},
         {"w": np.zeros((300, 300), np.float32), "shape": np.array([600])},
     )  # fmt: skip
-    light = model_io.without_weights(model)
+    light = without_weights(model)
     assert [t.name for t in light.graph.initializer] == ["shape"]
     assert light.ByteSize() < 2000 < model.ByteSize()
     assert {v.name for v in light.graph.input} == {"x", "w"}
