@@ -130,17 +130,17 @@ def find(ordered: OrderedStep) -> list[Replacement]:
         at_once = all(map(ordered.uses.is_view, ordered.steps[max(columns.places) + 1 : place]))
         if made.nbytes < source.nbytes and max(ordered.uses.users[columns.source]) < place and not at_once:
             continue
-        kernel = _kernel(made.dtype, columns, prod(source.shape), made.shape)
+        kernel = _kernel(made.dtype, columns, made.shape)
         members = (*sorted(columns.places), place)
         found.append(Replacement(place, members, (columns.source,), (node.output[0],), "columns", kernel))
     return found
 
 
-def _kernel(dtype: int, columns: Columns, elements: int, shape: tuple[int, ...]) -> Kernel:
-    """Return the kernel that copies columns of a value with so many elements to a result of this shape."""
+def _kernel(dtype: int, columns: Columns, shape: tuple[int, ...]) -> Kernel:
+    """Return the kernel that copies columns of a value to a result of this shape."""
     sizes = columns.offset, *(number for axis in columns.axes for number in axis)
     text = _text(8 * KINDS[dtype].nbytes, len(columns.axes))
-    return Kernel(text, sizes, prod(shape), THREADS, ((dtype, elements),), ((dtype, shape),), threads=THREADS)
+    return Kernel(text, sizes, prod(shape), THREADS, ((dtype, shape),), threads=THREADS)
 
 
 def _text(bits: int, rank: int) -> str:

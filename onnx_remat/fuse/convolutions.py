@@ -76,10 +76,9 @@ def _known(of: Convolution) -> bool:
 def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
     """Return the kernel of a convolution; its second output is scratch memory."""
     of = found.convolution
-    inputs = tuple((FLOAT, prod(ordered.tensors[name].shape)) for name in found.reads)
     count, scratch = onednn.planned(of)
     outputs = ((FLOAT, tuple(ordered.tensors[found.makes].shape)), (FLOAT, (scratch,)))
-    return Kernel("", (), count, 1, inputs, outputs, convolution=of)
+    return Kernel("", (), count, 1, outputs, convolution=of)
 
 
 CODE_BYTES, LARGE_WINDOW, LARGE_WINDOW_CODE_BYTES = 170_000, 64, 2_900_000

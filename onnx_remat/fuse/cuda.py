@@ -85,13 +85,12 @@ def arguments(kernel: Kernel) -> int:
     return 8 * (len(kernel.inputs) + len(kernel.outputs) + len(kernel.sizes) + 1)
 
 
-def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> Kernel:
+def kernel_of(group: Group, dtypes: Sequence[int]) -> Kernel:
     """Return the kernel of a group; arguments as of `ir.kernel_of`."""
     writer = _Writer(group, dtypes)
     text = writer.text()
-    inputs, sizes = tuple(zip(dtypes, elements, strict=True)), tuple(writer.sizes) or (0,)
-    threads = max(THREADS, writer.lanes)
-    return Kernel(text, sizes, writer.count, writer.grain, inputs, outputs_of(group), threads=threads)
+    sizes, threads = tuple(writer.sizes) or (0,), max(THREADS, writer.lanes)
+    return Kernel(text, sizes, writer.count, writer.grain, outputs_of(group), threads=threads)
 
 
 def lanes_of(columns: int, run: int, count: int) -> int:

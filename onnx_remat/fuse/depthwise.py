@@ -98,15 +98,8 @@ def kernel_of(found: Found, ordered: OrderedStep) -> Kernel:
         copies.lines, copies.line, copies.image, copies.gradient, entries,
     )  # fmt: skip
     each = batch * entries * copies.gradient
-    inputs = ((FLOAT, prod(of.images)), (FLOAT, prod(of.output)))
-    return Kernel(
-        _TEXT,
-        sizes,
-        channels,
-        grain(channels, each, PART_WORK),
-        inputs,
-        ((FLOAT, ordered.tensors[found.makes].shape),),
-    )
+    outputs = ((FLOAT, ordered.tensors[found.makes].shape),)
+    return Kernel(_TEXT, sizes, channels, grain(channels, each, PART_WORK), outputs)
 
 
 _SIZES = "batch channels h w oh ow kh kw sh sw dh dw top left lines line image gradient entries"

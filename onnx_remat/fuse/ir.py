@@ -41,23 +41,15 @@ MOST_KEPT = 1 << 17
 """Maximum bytes of a row's values on the stack; those for which there is no room are computed again."""
 
 
-def kernel_of(group: Group, dtypes: Sequence[int], elements: Sequence[int]) -> Kernel:
-    """Return the kernel of a group.
-
-    Parameters
-    ----------
-    group : Group
-    dtypes, elements : sequence of int
-        Element type and number of elements of each value in ``group.reads``.
-    """
+def kernel_of(group: Group, dtypes: Sequence[int]) -> Kernel:
+    """Return the kernel of a group, given the element type of each value in ``group.reads``."""
     writer = Writer(group, dtypes)
     text = writer.text()
     columns = max(group.columns, 1)
     outputs = outputs_of(group)
     width = sum(KINDS[dtype].nbytes for dtype in (*dtypes, *(dtype for dtype, _ in outputs)))
     grain = max(1, max(LEAST_PART, PART_BYTES // width) // columns)
-    inputs = tuple(zip(dtypes, elements, strict=True))
-    return Kernel(text, tuple(writer.sizes), group.size // columns, grain, inputs, outputs)
+    return Kernel(text, tuple(writer.sizes), group.size // columns, grain, outputs)
 
 
 def outputs_of(group: Group) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import onnx
 
 from onnx_remat.fuse.onednn import Convolution
+from onnx_remat.ir.shapes import Tensor
 
 DECLARATIONS = "".join(
     f"declare {kind} @llvm.{name}.{suffix}({kind}{more})\n"
@@ -82,10 +84,8 @@ class Kernel:
     size, grain : int
         Elements that it computes, and elements of a thread's work item, or of a device's block; rows, if it has nodes
         that work along them.
-    inputs : tuple of (int, int)
-        Element type and number of elements of each.
-    outputs : tuple of (int, tuple of int)
-        Element type and shape of each.
+    outputs, inputs : tuple of (int, tuple of int)
+        Element type and shape of each; of inputs as `reading` states them.
     scratch : int
         Bytes that it takes besides.
     calls_blas : bool
@@ -102,8 +102,8 @@ class Kernel:
     sizes: tuple[int, ...]
     size: int
     grain: int
-    inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
     scratch: int = 0
     calls_blas: bool = False
     convolution: Convolution | None = None
@@ -114,6 +114,10 @@ class Kernel:
     def device(self) -> bool:
         """Whether a CUDA device runs it."""
         return self.threads > 0
+
+    def reading(self, tensors: Iterable[Tensor]) -> Kernel:
+        """Return the kernel with the inputs that its node gives it: it refuses any of another type or shape."""
+        return replace(self, inputs=tuple((each.dtype, each.shape) for each in tensors))
 
     def numbers(self, offset: int) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``.
@@ -128,8 +132,7 @@ class Kernel:
             len(self.inputs),
             len(self.outputs),
         ]
-        description += [number for each in self.inputs for number in each]
-        for dtype, shape in self.outputs:
+        for dtype, shape in (*self.inputs, *self.outputs):
             description += [dtype, len(shape), *shape]
         return [*description, *self.sizes]
 

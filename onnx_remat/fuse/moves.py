@@ -74,7 +74,7 @@ def move_of(
     integers : mapping of str to tuple of int
         Known vectors of integers.
     """
-    if not is_op(node, *MOVES):
+    if not is_op(node, *MOVES) or any(name and name not in integers for name in node.input[1:]):
         return None
     shape, result = tensors[node.input[0]].shape, tensors[made].shape
     values = attributes(node)

@@ -72,10 +72,10 @@ def fuse(ordered: OrderedStep, secret: int) -> Fusion:
 
     def fused(group: Group, handle: int) -> tuple[FusedNode, Kernel]:
         dtypes = [ordered.tensors[name].dtype for name in group.reads]
-        elements = [prod(ordered.tensors[name].shape) for name in group.reads]
         members = tuple(places[member.at] for member in group.members)
         node = _node(DEVICE_OP if ordered.device else OP, group, members, handle, secret)
-        return node, (cuda.kernel_of if ordered.device else kernel_of)(group, dtypes, elements)
+        kernel = (cuda.kernel_of if ordered.device else kernel_of)(group, dtypes)
+        return node, kernel.reading(ordered.tensors[name] for name in group.reads)
 
     for i, step in enumerate(steps):
         if i in by_place:
@@ -110,7 +110,7 @@ def _in_pieces(ordered: OrderedStep, places: Sequence[int]) -> tuple[OrderedStep
             return []
         if uses.kept & ({*step.writes} - {*read}):
             return []
-        found = [moves.move_of(node, name, tensors, {}) for name in read]
+        found = [moves.move_of(node, name, tensors, ordered.integers) for name in read]
         readers = [ordered.steps[at].node for name in read for at in uses.users[name]]
         can = all(m is not None and can_read(m.steps) and not reads_far_apart(ordered, m) for m in found)
         can = can and not is_on_host(ordered, [*node.input, *read])

@@ -87,6 +87,13 @@ class OrderedStep:
     apart: int = 0
     slack: int = 0
 
+    def knows_arguments(self, node: onnx.NodeProto) -> bool:
+        """Whether all inputs of a node but the first are known vectors of integers.
+
+        Where they are computed or fed, the shape of the result is only what the model states.
+        """
+        return all(name in self.integers for name in node.input[1:] if name)
+
     @cached_property
     def uses(self) -> Uses:
         """Which nodes make and read each value."""
@@ -94,10 +101,10 @@ class OrderedStep:
 
 
 def views(ordered: OrderedStep) -> frozenset[str]:
-    """Return the values that are others in another shape; any other value in foreign memory may be written there."""
+    """Return the values that are others in another known shape; any other in foreign memory may be written there."""
     found: set[str] = set()
     for step in ordered.steps:
-        if is_op(step.node, *VIEWS) and step.node.output[0] in ordered.root:
+        if is_op(step.node, *VIEWS) and step.node.output[0] in ordered.root and ordered.knows_arguments(step.node):
             viewed = step.node.input[0]
             if viewed not in ordered.root or viewed in found:
                 found.add(step.node.output[0])
@@ -107,8 +114,7 @@ def views(ordered: OrderedStep) -> frozenset[str]:
 class Uses:
     """Which nodes make and read each value of a step, and which values lie in memory of their own.
 
-    Views count as the value in whose memory they lie, not as readers of it. Who reads a view also reads its shape,
-    where a node makes that.
+    Views count as the value in whose memory they lie, not as readers of it.
     """
 
     def __init__(self, ordered: OrderedStep) -> None:
@@ -117,15 +123,10 @@ class Uses:
         self.shared = {owner for name, owner in ordered.root.items() if name not in self.viewed}
         self.maker = {name: i for i, step in enumerate(ordered.steps) for name in step.writes}
         self.users: defaultdict[str, list[int]] = defaultdict(list)
-        shapes: dict[str, tuple[str, ...]] = {}  # of each view, and of those that it is a view of
         for i, step in enumerate(ordered.steps):
-            needed = [shape for name in step.reads for shape in shapes.get(name, ())]
-            if self.is_view(step):
-                needed += [self.root(name) for name in step.reads[1:]]
-                shapes |= dict.fromkeys(step.writes, tuple(needed))
-                continue
-            for name in dict.fromkeys([*(self.root(name) for name in step.reads), *needed]):
-                self.users[name].append(i)
+            if not self.is_view(step):
+                for name in dict.fromkeys(self.root(name) for name in step.reads):
+                    self.users[name].append(i)
         self.kept = frozenset(self.root(name) for name in ordered.outputs)
 
     def root(self, name: str) -> str:

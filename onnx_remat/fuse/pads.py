@@ -65,9 +65,8 @@ def _merged(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 def _kernel(dtype: int, axes: Sequence[Axis], shape: tuple[int, ...]) -> Kernel:
     """Return the kernel of a Pad of axes, the outermost first, to a shape."""
     sizes = tuple(number for axis in axes for number in axis) or (0,)
-    inputs = ((dtype, prod(extent for extent, _, _ in axes)),)
     text = _text(8 * KINDS[dtype].nbytes, len(axes))
-    return Kernel(text, sizes, prod(shape), THREADS, inputs, ((dtype, shape),), threads=THREADS)
+    return Kernel(text, sizes, prod(shape), THREADS, ((dtype, shape),), threads=THREADS)
 
 
 def _text(bits: int, rank: int) -> str:

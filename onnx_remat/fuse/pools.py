@@ -127,8 +127,7 @@ def _kernel_of_pool(planes: int, sizes: tuple[int, ...], shape: tuple[int, ...])
     """
     read = prod(sizes[:2])
     return Kernel(
-        _POOL, sizes, planes, grain(planes, read, LEAST_ELEMENTS), ((FLOAT, planes * read),),
-        ((FLOAT, shape), (LONG, shape)),
+        _POOL, sizes, planes, grain(planes, read, LEAST_ELEMENTS), ((FLOAT, shape), (LONG, shape))
     )  # fmt: skip
 
 
@@ -138,10 +137,9 @@ def _kernel_of_sum(rows: int, columns: int, added: int, remainder: bool) -> Kern
     To each row so many elements are `added`; an index is the remainder of the one that is read, divided by `columns`,
     or the one itself.
     """
-    count = rows * added
     return Kernel(
         _text_of_sum(remainder), (columns, added), rows, grain(rows, columns, LEAST_ELEMENTS),
-        ((LONG, count), (FLOAT, count)), ((FLOAT, (rows, columns)),),
+        ((FLOAT, (rows, columns)),),
     )  # fmt: skip
 
 

@@ -109,14 +109,11 @@ def kernel_of(product: Product) -> Kernel:
         product.rows, product.columns, product.terms, product.rows if product.left else product.terms,
         product.terms if product.right else product.columns, step, grain,
     )  # fmt: skip
-    a, b = product.rows * product.terms, product.terms * product.columns
-    inputs = ((FLOAT, a), (FLOAT, b), *(((FLOAT, product.columns),) if product.bias else ()))
     text = _text(product.left, product.right, product.bias, by_rows)
     packed = blas.packed()
     scratch = 4 * min(product.terms, packed) * ((step if by_rows else product.rows) + min(product.columns, packed))
-    return Kernel(
-        text, (ADDRESS, *sizes), size, grain, inputs, ((FLOAT, product.shape),), threads * scratch, calls_blas=True
-    )
+    outputs = ((FLOAT, product.shape),)
+    return Kernel(text, (ADDRESS, *sizes), size, grain, outputs, scratch=threads * scratch, calls_blas=True)
 
 
 def scratch_bytes(kernels: Iterable[Kernel]) -> int:

@@ -123,7 +123,7 @@ def _with(ordered: OrderedStep, found: Iterable[Replacement], secret: int) -> Re
         name = f"kernel {handle}: {each.kind}"
         node = onnx.helper.make_node(op, each.reads, makes, name, domain=DOMAIN, secret=secret, handle=handle)
         new.setdefault(each.place, []).append(FusedNode(node, each.members, each.plain))
-        kernels.append(each.kernel)
+        kernels.append(each.kernel.reading(ordered.tensors[name] for name in each.reads))
     steps: list[Runs] = []
     places: list[int] = []
     for i, step in enumerate(ordered.steps):

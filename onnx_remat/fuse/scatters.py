@@ -67,8 +67,7 @@ def _adds_rows(node: onnx.NodeProto) -> bool:
 def _kernel(rows: int, columns: int, added: int) -> Kernel:
     """Return the kernel that adds rows to those of a matrix: part of the columns in each thread."""
     grain = max(LEAST_COLUMNS, -(-columns // (os.cpu_count() or 1)))
-    inputs = ((FLOAT, rows * columns), (LONG, added), (FLOAT, added * columns))
-    return Kernel(_TEXT, (rows, columns, added), columns, grain, inputs, ((FLOAT, (rows, columns)),))
+    return Kernel(_TEXT, (rows, columns, added), columns, grain, ((FLOAT, (rows, columns)),))
 
 
 _TEXT = f"""define i32 @kernel(ptr %in, ptr %out, ptr %sizes, i64 %begin, i64 %end) #0 {{

@@ -32,7 +32,7 @@ def joined(kernels: Sequence[Kernel]) -> Kernel:
     inputs = tuple(each for kernel in kernels for each in kernel.inputs)
     outputs = tuple(each for kernel in kernels for each in kernel.outputs)
     text, threads = _text(kernels[0], len(kernels)), kernels[0].threads
-    return Kernel(text, sizes, blocks, 1, inputs, outputs, threads=threads, segments=len(kernels))
+    return Kernel(text, sizes, blocks, 1, outputs, inputs, threads=threads, segments=len(kernels))
 
 
 def _text(kernel: Kernel, count: int) -> str:

@@ -6,8 +6,8 @@
  * so a file from elsewhere can name none, and never an address. Loaded nodes keep the table's memory until they go.
  *
  * A kernel computes elements [begin, end) of its outputs; ONNX Runtime's own threads take `grain` elements at a time.
- * Before every call, the number of inputs and each one's element type and number of elements are compared with what
- * the kernel was compiled for; outputs are asked for with the shapes that it was compiled for.
+ * Before every call, the number of inputs and each one's element type and shape are compared with what the kernel was
+ * compiled for; outputs are asked for with the shapes that it was compiled for.
  *
  * A kernel without code of its own is a convolution, see convolution.c, or runs on a CUDA device: then Python has loaded
  * it with the driver, and a node launches it on ONNX Runtime's stream.
@@ -24,6 +24,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -60,8 +61,8 @@ typedef struct {
     void *function; /* the driver's */
     int64_t size, grain; /* elements to compute, and how many of them at a time: of a device, in a block */
     size_t inputs, outputs;
-    const int64_t *types;  /* of each input its element type and its number of elements */
-    const int64_t *shapes; /* of each output its element type, its rank and its dimensions */
+    const int64_t *reads;  /* of each input its element type, its rank and its dimensions */
+    const int64_t *shapes; /* of each output, likewise */
     const int64_t *sizes;  /* for the body */
     int64_t *numbers;      /* the memory of these three */
     Copy copy;
@@ -106,7 +107,8 @@ static atomic_flag locked = ATOMIC_FLAG_INIT; /* guards `tables`; held for a few
 #define set_type CALL(58, void *, int)
 #define set_dims CALL(59, void *, const int64_t *, size_t)
 #define get_type CALL(60, const void *, int *)
-#define get_elements CALL(64, const void *, size_t *)
+#define get_rank CALL(61, const void *, size_t *)
+#define get_dims CALL(62, const void *, int64_t *, size_t)
 #define get_shape CALL(65, const void *, void **)
 #define read_int CALL(86, const void *, const char *, int64_t *)
 #define input_count CALL(88, const void *, size_t *)
@@ -168,7 +170,7 @@ int fused_open(int64_t secret, const void *code, size_t bytes, size_t count) {
     return 0;
 }
 
-/* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then types, shapes and
+/* Describe one kernel by `count` numbers: offset of its code, elements, grain, inputs, outputs, then reads, shapes and
  * sizes as in Kernel; a convolution has -1 for the offset, and parts for elements, a kernel of a device less: its
  * threads, a copy COPIES. 0, or -1: no such place in the table, no memory, or the numbers do not add up. A kernel of a
  * device that joins several, each with as many inputs and outputs, has minus their number for grain, and blocks for
@@ -183,7 +185,12 @@ int fused_add(int64_t secret, size_t handle, const int64_t *numbers, size_t coun
     int good = kernel && !kernel->numbers && copy && count >= 5 &&
                (calls || device || (numbers[0] >= 0 && (size_t)numbers[0] < table->bytes)) && numbers[1] > 0 && (numbers[2] > 0 || joins) && numbers[3] >= 0 && numbers[3] <= MOST && numbers[4] > 0 &&
                numbers[4] <= MOST;
-    size_t shapes = good ? 5 + 2 * (size_t)numbers[3] : 0, at = shapes;
+    size_t shapes = good ? 5 : 0, at;
+    for (int64_t i = 0; good && i < numbers[3]; i++) {
+        good = shapes + 2 <= count && numbers[shapes + 1] >= 0 && numbers[shapes + 1] <= MOST_RANK;
+        if (good) shapes += 2 + (size_t)numbers[shapes + 1];
+    }
+    at = shapes;
     for (int64_t i = 0; good && i < numbers[4]; i++) {
         good = at + 2 <= count && numbers[at + 1] >= 0 && numbers[at + 1] <= MOST_RANK;
         int64_t elements = 1;
@@ -302,19 +309,33 @@ static void part(void *data, size_t index) {
     if (failed) atomic_store(&job->failed, failed);
 }
 
+static int write(char *text, size_t room, const int64_t *dims, size_t rank) {
+    size_t at = 0;
+    for (size_t d = 0; d < rank && at < room; d++) at += (size_t)snprintf(text + at, room - at, d ? ",%lld" : "%lld", (long long)dims[d]);
+    return at < room;
+}
+
+/* `wanted`: type, rank and dimensions. */
 static Status *check(const void *value, const int64_t *wanted) {
     void *shape;
     int type = 0;
-    size_t elements = 0;
+    size_t rank = 0;
+    int64_t dims[MOST_RANK] = {0};
     TRY(get_shape(value, &shape));
     Status *failed = get_type(shape, &type);
-    if (!failed) failed = get_elements(shape, &elements);
+    if (!failed) failed = get_rank(shape, &rank);
+    if (!failed && rank <= MOST_RANK) failed = get_dims(shape, dims, rank);
     free_shape(shape);
-    if (failed || (type == wanted[0] && elements == (size_t)wanted[1])) return failed;
-    return failure(INVALID_GRAPH, "an input of an onnx_remat::Fused node is not of the type and size it was compiled for");
+    if (failed) return failed;
+    if (type == wanted[0] && rank == (size_t)wanted[1] && !memcmp(dims, wanted + 2, rank * sizeof *dims)) return NULL;
+    char given[MOST_RANK * 8 + 1] = "", planned[sizeof given] = "", text[2 * sizeof given + 200];
+    if (type != wanted[0] || rank > MOST_RANK || !write(given, sizeof given, dims, rank) || !write(planned, sizeof planned, wanted + 2, (size_t)wanted[1]))
+        return failure(INVALID_GRAPH, "an input of an onnx_remat::Fused node is not of the type and shape it was compiled for");
+    snprintf(text, sizeof text, "a value that the model states to be of shape [%s] is of shape [%s]: correct the model, or pass fuse=False", planned, given);
+    return failure(INVALID_GRAPH, text);
 }
 
-/* The memory of a node's inputs and outputs, all of the types and sizes that its kernel was compiled for. */
+/* The memory of a node's inputs and outputs, all of the types and shapes that its kernel was compiled for. */
 static Status *gather(const Kernel *kernel, void *context, void **inputs, void **outputs) {
     void *value;
     size_t given, made;
@@ -322,10 +343,11 @@ static Status *gather(const Kernel *kernel, void *context, void **inputs, void *
     TRY(output_count(context, &made));
     if (given != kernel->inputs || made != kernel->outputs)
         return failure(INVALID_GRAPH, "an onnx_remat::Fused node has another number of inputs or outputs than its kernel");
-    for (size_t i = 0; i < given; i++) {
+    const int64_t *wanted = kernel->reads;
+    for (size_t i = 0; i < given; i++, wanted += 2 + wanted[1]) {
         TRY(get_input(context, i, (const void **)&value));
         if (!value) return failure(INVALID_GRAPH, "an onnx_remat::Fused node lacks an input");
-        TRY(check(value, kernel->types + 2 * i));
+        TRY(check(value, wanted));
         TRY(tensor_data(value, &inputs[i]));
     }
     const int64_t *shape = kernel->shapes;

@@ -86,11 +86,10 @@ class Copy:
 
     def numbers(self) -> list[int]:
         """Return the arguments of ``fused_add`` of ``shim.c``."""
-        inputs = [] if self.read is None else [(self.read[0], math.prod(self.read[1]))]
-        made, axes = self.made
-        elements = max([1, math.prod(axes), *(count for _, count in inputs)])
-        flat = [number for each in inputs for number in each]
-        return [shim.COPIES, elements, 1, len(inputs), 1, *flat, made, len(axes), *axes]
+        inputs = [] if self.read is None else [self.read]
+        elements = max(1, *(math.prod(shape) for _, shape in (*inputs, self.made)))
+        described = [number for dtype, shape in (*inputs, self.made) for number in (dtype, len(shape), *shape)]
+        return [shim.COPIES, elements, 1, len(inputs), 1, *described]
 
     def stated(self) -> dict[str, Any]:
         """Return what a session needs besides, as JSON data."""

@@ -85,7 +85,7 @@ def test_memory_is_given_back_with_the_last_session():
     np.testing.assert_array_equal(run(opened, feeds())["y"], 1 - feeds()["x"])
 
 
-@pytest.mark.parametrize("change", ["elements", "type", "input", "output"])
+@pytest.mark.parametrize("change", ["elements", "shape", "type", "input", "output"])
 def test_arrays_of_other_sizes_and_types_are_refused_before_the_call(change):
     """The description says one thing and the graph another: no kernel may read or write past an array's end."""
     secret = shim.new_secret()
@@ -94,6 +94,11 @@ def test_arrays_of_other_sizes_and_types_are_refused_before_the_call(change):
         for value in (*model.graph.input, *model.graph.output):
             value.type.tensor_type.shape.dim[0].dim_param = "n"
         given = {name: array[:32] for name, array in feeds().items()}
+    elif change == "shape":
+        for value in (*model.graph.input, *model.graph.output):
+            value.type.tensor_type.shape.dim[0].dim_value = 8
+            value.type.tensor_type.shape.dim.add(dim_value=8)
+        given = {name: array.reshape(8, 8) for name, array in feeds().items()}
     elif change == "type":
         for value in model.graph.input:
             value.type.tensor_type.elem_type = TensorProto.INT32
@@ -115,15 +120,16 @@ def test_arrays_of_other_sizes_and_types_are_refused_before_the_call(change):
 
 def described(**change: int) -> list[int]:
     """Numbers of a kernel of 64 floats -> 64 floats; by name what is changed in them."""
-    names = ("offset", "size", "grain", "inputs", "outputs", "type", "elements", "made", "rank", "dim")
-    numbers = dict(zip(names, (0, 64, 64, 1, 1, 1, 64, 1, 1, 64), strict=True))
+    names = ("offset", "size", "grain", "inputs", "outputs", "type", "read_rank", "read_dim", "made", "rank", "dim")
+    numbers = dict(zip(names, (0, 64, 64, 1, 1, 1, 1, 64, 1, 1, 64), strict=True))
     return list((numbers | change).values())
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"offset": -1}, {"offset": 1 << 40}, {"size": 0}, {"size": -5}, {"grain": 0}, {"inputs": 0}, {"inputs": 65},
-     {"outputs": 0}, {"outputs": 65}, {"rank": 17}, {"rank": -1}, {"dim": 63}, {"rank": 3}, {"inputs": 3}],
+    [{"offset": -1}, {"offset": 1 << 40}, {"size": 0}, {"size": -5}, {"grain": 0}, {"inputs": -1}, {"inputs": 65},
+     {"outputs": 0}, {"outputs": 65}, {"rank": 17}, {"rank": -1}, {"dim": 63}, {"rank": 3}, {"inputs": 3},
+     {"read_rank": 17}, {"read_rank": -1}, {"read_rank": 4}],
 )  # fmt: skip
 def test_descriptions_that_do_not_add_up_are_refused(change):
     code = bytes([0xC3]) + bytes(63)
@@ -143,18 +149,18 @@ def test_descriptions_that_do_not_add_up_are_refused(change):
 
 def joined(**change: int) -> list[int]:
     """Numbers of a kernel of a device that joins two, of 64 and of 3 floats; by name what is changed in them."""
-    names = ("threads", "blocks", "segments", "inputs", "outputs", "type0", "in0", "type1", "in1", "made0", "rank0",
-             "dim0", "made1", "rank1", "dim1", "start0", "start1", "size0", "size1")  # fmt: skip
-    numbers = dict(zip(names, (-256, 2, -2, 2, 2, 1, 64, 1, 3, 1, 1, 64, 1, 1, 3, 0, 1, 64, 3), strict=True))
+    names = ("threads", "blocks", "segments", "inputs", "outputs", "type0", "in0", "of0", "type1", "in1", "of1",
+             "made0", "rank0", "dim0", "made1", "rank1", "dim1", "start0", "start1", "size0", "size1")  # fmt: skip
+    numbers = dict(zip(names, (-256, 2, -2, 2, 2, 1, 1, 64, 1, 1, 3, 1, 1, 64, 1, 1, 3, 0, 1, 64, 3), strict=True))
     return list((numbers | change).values())
 
 
 @pytest.mark.parametrize(
     ("change", "length"),
     [
-        ({"size1": 2}, 19), ({"size0": 3}, 19), ({"size1": 0}, 19), ({"size0": -64}, 19), ({"dim1": 4}, 19),
-        ({"segments": -3}, 19), ({"segments": 0}, 19), ({"segments": -(1 << 40)}, 19), ({"threads": 0}, 19),
-        ({"threads": -1}, 19), ({}, 18), ({}, 15), ({"outputs": 1}, 19), ({"inputs": 1}, 19),
+        ({"size1": 2}, 21), ({"size0": 3}, 21), ({"size1": 0}, 21), ({"size0": -64}, 21), ({"dim1": 4}, 21),
+        ({"segments": -3}, 21), ({"segments": 0}, 21), ({"segments": -(1 << 40)}, 21), ({"threads": 0}, 21),
+        ({"threads": -1}, 21), ({}, 20), ({}, 17), ({"outputs": 1}, 21), ({"inputs": 1}, 21),
     ],
 )  # fmt: skip
 def test_descriptions_of_joined_kernels_that_do_not_add_up_are_refused(change, length):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
-from onnx_remat import Session
+from onnx_remat import ModelError, Session
 from onnx_remat.fuse.kernel import FusedNode
 from onnx_remat.fuse.nodes import fuse
 from tests.support.fusing import ordered_step
@@ -98,3 +99,31 @@ def test_a_shape_that_a_node_makes_is_made_for_the_view_that_needs_it():
         made = session.run(feeds | {"s": np.array([2, -12])})
     np.testing.assert_allclose(made["y"], feeds["x"].reshape(2, 12) @ feeds["w"], rtol=1e-5)
     np.testing.assert_array_equal(made["more"], [4, 24])
+
+
+@pytest.mark.parametrize(
+    ("op", "stated", "fed", "made"),
+    [("Reshape", [8, 6], [6, 8], (6, 8)), ("Tile", [8, 12], [2, 1], (16, 6)), ("Unsqueeze", [8, 1, 6], [2], (8, 6, 1))],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_fed_shape_other_than_the_stated_one_is_computed_or_refused(op, stated, fed, made, before):
+    nodes = [
+        node("Tanh", ["x"], ["t"]), node(op, ["t", "fed"], ["h"]), node("Neg", ["h"], ["n"]),
+        node("Sigmoid", ["n"], ["q"]), node("ReduceSum", ["q", "axis"], ["s"], keepdims=0),
+        node("Mul", ["s", "s"], ["u"]), node("ReduceSum", ["u"], ["r"], keepdims=0),
+    ]  # fmt: skip
+    if not before:  # the kernel would read through the view itself
+        nodes[2].op_type, nodes[2].output[0], nodes[3].input[0] = "Identity", "unread", "h"
+    model = model_of(nodes, {"x": [8, 6], "fed": (TensorProto.INT64, [len(fed)])}, {"r": []})
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
+    model.graph.value_info.append(helper.make_tensor_value_info("h", TensorProto.FLOAT, stated))
+    feeds = {"x": np.random.default_rng(0).standard_normal((8, 6), np.float32), "fed": np.array(fed)}
+    shapes = rf"states to be of shape \[{','.join(map(str, stated))}\] is of shape \[{','.join(map(str, made))}\]"
+    with Session(model) as session:
+        assert session.kernel_count
+        try:
+            found = session.run(feeds)
+        except ModelError as refused:
+            assert re.search(shapes + ": correct the model", str(refused))
+        else:
+            np.testing.assert_allclose(found["r"], run_model(model, feeds, "disable")[0], rtol=1e-6)
